@@ -1,0 +1,1 @@
+"""The auditor: two inventories in, findings out; no printing, no exit codes here."""

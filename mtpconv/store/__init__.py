@@ -1,0 +1,1 @@
+"""Checkpoints on disk: HuggingFace folders, torch_dist folders and saved manifests."""
