@@ -1,0 +1,157 @@
+"""Layouts: how one and the same model is spelled on the Megatron side.
+
+Tables name every Megatron tensor per layer and per expert, with the names of a training run.
+A layout respells these keys: other norm names, an expert axis in place of an expert number, a
+layer axis in place of a layer number. A reader picks the layout from the keys it finds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from mtpconv.errors import UsageError
+from mtpconv.geometry import Geometry
+from mtpconv.mapping.plan import Plan, Step
+from mtpconv.mapping.table import mappings_folder
+from mtpconv.tensors import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a step's tensor lies: entry `index` of the leading axes `lead` of tensor `key`."""
+
+    key: str
+    index: Shape = ()
+    lead: Shape = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Respelling:
+    """One rule: a stretch of a key, by pattern, and what stands there instead."""
+
+    pattern: re.Pattern[str]
+    to: str
+    axis: str | None
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One file of `mappings/layouts`: respellings that always come together."""
+
+    name: str
+    about: str
+    excludes: tuple[str, ...]
+    rules: tuple[Respelling, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Dialects applied in the order of `DIALECTS`; none at all is the tables' own spelling."""
+
+    dialects: tuple[Dialect, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Names of the dialects, joined."""
+        return "+".join(d.name for d in self.dialects) or "transformer_engine, per layer, per expert"
+
+    def address(self, key: str, geometry: Geometry) -> Address:
+        """Where the tensor that tables call `key` lies."""
+        index: list[int] = []
+        lead: list[int] = []
+        for dialect in self.dialects:
+            for rule in dialect.rules:
+                found = rule.pattern.search(key)
+                if found is None:
+                    continue
+                key = key[: found.start()] + rule.to + key[found.end() :]
+                if rule.axis is not None:
+                    index.append(int(found[1]))
+                    lead.append(geometry.layers if rule.axis == "layer" else geometry.experts)
+        return Address(key, tuple(index), tuple(lead))
+
+
+#: Order matters: a layer axis comes before an expert axis.
+DIALECTS = (
+    "stacked_layers", "stacked_experts", "local_spec_mla", "local_spec_gqa", "mtp_model_layer",
+)  # fmt: skip
+
+
+@cache
+def read_dialect(name: str) -> Dialect:
+    """A shipped dialect.
+
+    Raises: UsageError if there is none of that name.
+    """
+    path = mappings_folder() / "layouts" / f"{name}.toml"
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"layout {name!r}: unknown; known: {', '.join(DIALECTS)}") from error
+    rules = tuple(_rule(r) for r in raw["respell"])
+    return Dialect(name, raw["about"], tuple(raw.get("excludes", ())), rules)
+
+
+def _rule(raw: Mapping[str, str]) -> Respelling:
+    parts = re.split(r"\{(layer|expert)\}", raw["from"])
+    pattern = "".join(re.escape(p) if i % 2 == 0 else r"(\d+)" for i, p in enumerate(parts))
+    return Respelling(re.compile(pattern), raw["to"], raw.get("axis"))
+
+
+def layout_of(names: Iterable[str]) -> Layout:
+    """The layout made of these dialects."""
+    wanted = set(names)
+    unknown = wanted - set(DIALECTS)
+    if unknown:
+        raise UsageError(f"layout {sorted(unknown)[0]!r}: unknown; known: {', '.join(DIALECTS)}")
+    return Layout(tuple(read_dialect(n) for n in DIALECTS if n in wanted))
+
+
+def training_layout(plan: Plan) -> Layout:
+    """The layout in which a training run with Transformer Engine writes this model.
+
+    Layers are stacked exactly if all are alike. Source: megatron-core 0.16.1
+    transformer_block.py `sharded_state_dict` (`non_homogeneous_layers`).
+    """
+    names = ["stacked_experts"]
+    kinds = {
+        tuple(sorted({s.row.key for s in steps}))
+        for _, steps in itertools.groupby(
+            (s for s in plan.steps if s.region.kind == "trunk"), key=lambda s: s.region
+        )
+    }
+    if len(kinds) == 1:
+        names.append("stacked_layers")
+    return layout_of(names)
+
+
+def detect_layout(plan: Plan, keys: Collection[str]) -> Layout:
+    """The layout under which most of the plan's tensors are found among `keys`.
+
+    Decided on one step per row and kind of region, so the cost does not grow with the model.
+    """
+    samples: dict[tuple[str, str, str], Step] = {}
+    for step in plan.steps:
+        samples.setdefault((step.row.block, step.row.key, step.region.kind), step)
+    best, best_score = Layout(), (-1, 0)
+    for size in range(len(DIALECTS) + 1):
+        for names in itertools.combinations(DIALECTS, size):
+            layout = layout_of(names)
+            if any(n in d.excludes for d in layout.dialects for n in names):
+                continue
+            hits = sum(
+                layout.address(s.key, plan.geometry).key in keys for s in samples.values()
+            )
+            if (hits, -size) > best_score:
+                best, best_score = layout, (hits, -size)
+    return best
+
+
+def addresses(plan: Plan, layout: Layout) -> Sequence[Address]:
+    """Address of every step, in order."""
+    return [layout.address(s.key, plan.geometry) for s in plan.steps]

@@ -1,0 +1,171 @@
+"""A plan: a table expanded for one geometry, one step per Megatron tensor.
+
+Everything else follows from it: the expected inventory, both conversions, the audit across
+formats, fixtures and the tables in the docs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from mtpconv.errors import UsageError
+from mtpconv.geometry import Config, Geometry, read_geometry
+from mtpconv.mapping.ops import BUILDERS, Op, PadRows
+from mtpconv.mapping.table import Row, Stack, Table
+from mtpconv.tensors import ROOT, Region, Shape, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One Megatron tensor (per layer, per expert) and the HF tensors it is made of."""
+
+    key: str
+    op: Op
+    hf: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+    region: Region
+    row: Row
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the Megatron tensor. Raises: ShapeError if the op's shape law is broken."""
+        return self.op.shape([s.shape for s in self.specs])
+
+    @property
+    def dtype(self) -> str:
+        """dtype of the Megatron tensor: that of its HF tensors."""
+        return self.specs[0].dtype
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """An HF tensor that repeats another; Megatron has no place for it."""
+
+    hf: str
+    of: str
+    spec: TensorSpec
+    region: Region
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All steps of one model."""
+
+    table: Table
+    geometry: Geometry
+    steps: tuple[Step, ...]
+    copies: tuple[CopyStep, ...]
+
+    @cached_property
+    def hf(self) -> Mapping[str, TensorSpec]:
+        """The HF inventory that the config promises."""
+        found = {name: spec for s in self.steps for name, spec in zip(s.hf, s.specs, strict=True)}
+        found.update((c.hf, c.spec) for c in self.copies)
+        return found
+
+    @cached_property
+    def regions(self) -> Mapping[str, Region]:
+        """Region of every HF name."""
+        found = {name: s.region for s in self.steps for name in s.hf}
+        found.update((c.hf, c.region) for c in self.copies)
+        return found
+
+
+def make_plan(
+    config: Config, table: Table, present: Collection[str] | None = None, depths: int | None = None
+) -> Plan:
+    """Expand a table for a config.
+
+    `present` are the HF names of a real checkpoint: copies are then planned where they exist,
+    else where the table says the releases ship them. `depths` overrides the promised number.
+
+    Raises: RefusedError if the config lacks a field; UsageError if table and config differ.
+    """
+    geometry = read_geometry(config, table.mtp_default)
+    if geometry.model_type != table.model_type:
+        raise UsageError(
+            f"{table.path.name}: is for model_type {table.model_type!r}, "
+            f"config.json says {geometry.model_type!r}"
+        )
+    if depths is not None and depths != geometry.depths:
+        geometry = Geometry(**{**_fields(geometry), "depths": depths})
+    steps = tuple(s for stack in table.stacks for s in _expand(table, geometry, stack))
+    return Plan(table, geometry, steps, tuple(_copies(table, geometry, steps, present)))
+
+
+def _fields(geometry: Geometry) -> dict[str, object]:
+    return {name: getattr(geometry, name) for name in geometry.__dataclass_fields__}
+
+
+def instances(geometry: Geometry, each: str) -> Iterator[tuple[dict[str, int], Region]]:
+    """Placeholder values and region of every place where a stack is instantiated."""
+    if each == "once":
+        yield {}, ROOT
+    elif each == "layer in trunk":
+        for layer in range(geometry.layers):
+            yield {"layer": layer}, Region("trunk", layer)
+    else:
+        for depth in range(geometry.depths):
+            yield {"layer": geometry.layers + depth, "depth": depth}, Region("mtp", depth)
+
+
+def _expand(table: Table, geometry: Geometry, stack: Stack) -> Iterator[Step]:
+    uses = list(table.uses(stack))
+    specs: dict[tuple[str, str], tuple[TensorSpec, ...]] = {}
+    ops: dict[tuple[str, int | None], Op] = {}
+    for values, region in instances(geometry, stack.each):
+        layer = values.get("layer", 0)
+        mcore, hf = stack.mcore.format(**values), stack.hf.format(**values)
+        for use in uses:
+            if not all(geometry.fact(f, layer) is wanted for f, wanted in use.facts):
+                continue
+            for row in table.blocks.get(use.name, ()):
+                shaped = specs.get((row.block, row.key))
+                if shaped is None:
+                    shaped = tuple(_spec(table, geometry, row, name) for name in row.hf)
+                    specs[row.block, row.key] = shaped
+                for expert in range(geometry.experts) if "{expert}" in row.key else (None,):
+                    # Only slices depend on the expert; all other ops are shared by all steps.
+                    at = expert if row.op == "slice" else None
+                    op = ops.get((row.op, at))
+                    if op is None:
+                        op = ops[row.op, at] = BUILDERS[row.op](geometry, at)
+                    if expert is None:
+                        key, names = row.key, row.hf
+                    else:
+                        number = str(expert)
+                        key = row.key.replace("{expert}", number)
+                        names = tuple(n.replace("{expert}", number) for n in row.hf)
+                    yield Step(
+                        mcore + key, op, tuple(hf + n for n in names), shaped, region, row
+                    )
+
+
+def _spec(table: Table, geometry: Geometry, row: Row, name: str) -> TensorSpec:
+    dims = table.shapes.get(name)
+    if dims is None:
+        raise UsageError(f"{row.where}: M15 {name} has no entry in [shapes]; add its dims")
+    shape = tuple(geometry.dim(d) for d in dims)
+    return TensorSpec(table.dtypes.get(name, geometry.dtype), shape)
+
+
+def _copies(
+    table: Table, geometry: Geometry, steps: tuple[Step, ...], present: Collection[str] | None
+) -> Iterator[CopyStep]:
+    if not table.copies:
+        return
+    known = {n: spec for s in steps for n, spec in zip(s.hf, s.specs, strict=True)}
+    for rule in table.copies:
+        for values, region in instances(geometry, rule.each):
+            name = rule.hf.format(**values)
+            wanted = rule.ships if present is None else name in present
+            spec = known.get(rule.of)
+            if wanted and spec is not None and name not in known:
+                yield CopyStep(name, rule.of, spec, region)
+
+
+def padded(step: Step, rows: int) -> Step:
+    """The step with its Megatron tensor padded to `rows` rows; only for pad_rows."""
+    return Step(step.key, PadRows(rows), step.hf, step.specs, step.region, step.row)
