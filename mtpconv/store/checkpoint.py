@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from mtpconv.errors import RefusedError, UnreadableError
 from mtpconv.tensors import Box, TensorSpec
+
+#: Problems that mean some bytes could not be read at all.
+_UNREADABLE = frozenset({"unreadable_file", "index_missing_file"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +76,18 @@ class Checkpoint(Protocol):
 
         Raises: UnreadableError if a record is corrupt; KeyError if there is no such tensor.
         """
+
+
+def require_sound(checkpoint: Checkpoint) -> None:
+    """Refuses a checkpoint that has problems; warnings pass.
+
+    Raises: UnreadableError or RefusedError that names the first problem and how many follow.
+    """
+    faults = [p for p in checkpoint.problems if not p.warning]
+    if not faults:
+        return
+    faults.sort(key=lambda p: p.kind not in _UNREADABLE)
+    first = faults[0]
+    more = f" (and {len(faults) - 1} more problems)" if len(faults) > 1 else ""
+    error = UnreadableError if first.kind in _UNREADABLE else RefusedError
+    raise error(f"{first.message}{more}; `mtpconv audit {checkpoint.path}` lists every problem")
