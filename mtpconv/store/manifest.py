@@ -1,0 +1,284 @@
+"""Saved inventories: name, dtype, shape and BLAKE3 digest of every tensor, one root over all.
+
+A manifest stands for a checkpoint that is somewhere else: audits against it reach tier L1.
+The file is deterministic: the same tensors, config and files always give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from blake3 import blake3
+
+from mtpconv.errors import UnreadableError, UnsupportedError, WriteError
+from mtpconv.store.checkpoint import Checkpoint, Chunk, Problem
+from mtpconv.store.content import Files, Pieced, blocks
+from mtpconv.store.json_text import read_json
+from mtpconv.tensors import DTYPE_BITS, TensorSpec
+
+MANIFEST_FORMAT = "mtpconv-manifest"
+MANIFEST_VERSION = 1
+
+_HEX = re.compile(r"[0-9a-f]{64}")
+#: Units: bytes. 200 per tensor; the largest model seen has 100,000 tensors.
+_MAX_MANIFEST_BYTES = 1 << 30
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An inventory with digests; a Checkpoint whose bytes are elsewhere."""
+
+    #: the manifest file, or the folder it was taken from
+    path: Path
+    #: `hf` or `torch_dist`: what kind of names it holds
+    source_format: str
+    tensors: Mapping[str, TensorSpec]
+    #: BLAKE3 of the bytes of each tensor, hex
+    digests: Mapping[str, str]
+    #: config.json of the checkpoint, or None
+    config: dict[str, Any] | None = None
+    #: sha256 of each file by its path below the folder, as `sha256sum` prints it; may be empty
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def format(self) -> str:
+        """Always `manifest`."""
+        return "manifest"
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        """Always empty: only sound checkpoints get a manifest."""
+        return ()
+
+    @property
+    def root(self) -> str:
+        """One BLAKE3 digest over names, dtypes, shapes and digests of all tensors, hex."""
+        return root_digest(self.tensors, self.digests)
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        """Never answers: a manifest holds digests, not bytes."""
+        raise UnsupportedError(
+            f"{self.path}: is a manifest and holds no bytes of {name}; give the checkpoint itself"
+        )
+
+
+def take_manifest(
+    source: Checkpoint | Pieced,
+    path: Path,
+    source_format: str,
+    *,
+    config: dict[str, Any] | None = None,
+    files: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> Manifest:
+    """Hashes every tensor of a checkpoint; `progress` is called with bytes done.
+
+    Raises: UnreadableError if a file ends early.
+    """
+    digests = dict(digest_tensors(source, sorted(source.tensors), progress, workers))
+    tensors = {name: source.tensors[name] for name in digests}
+    return Manifest(path, source_format, tensors, digests, config, dict(files or {}))
+
+
+def digest_tensors(
+    source: Checkpoint | Pieced,
+    names: Sequence[str],
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> Iterator[tuple[str, str]]:
+    """The name and BLAKE3 hex of each tensor, in the order of `names`.
+
+    One thread hashes one tensor, many tensors at once: blake3's own threads cost more than
+    they give below about 1.5 MB.
+    """
+    count = workers or min(8, os.cpu_count() or 1)
+    # Neighbours in the list are neighbours on disk more often than not.
+    groups = [names[i : i + 64] for i in range(0, len(names), 64)]
+    with ThreadPoolExecutor(count) as pool:
+        for found in pool.map(lambda group: _digest_group(source, group), groups):
+            for name, digest in found:
+                yield name, digest
+                if progress is not None:
+                    progress(source.tensors[name].nbytes)
+
+
+def digest_tensor(source: Checkpoint | Pieced, name: str, files: Files | None = None) -> str:
+    """BLAKE3 of the bytes of one tensor in C order, hex."""
+    hasher = blake3()
+    for block in blocks(source, name, files):
+        hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _digest_group(source: Checkpoint | Pieced, names: Sequence[str]) -> list[tuple[str, str]]:
+    with Files() as files:
+        return [(name, digest_tensor(source, name, files)) for name in names]
+
+
+def root_digest(tensors: Mapping[str, TensorSpec], digests: Mapping[str, str]) -> str:
+    """BLAKE3 over one JSON line `[name,dtype,shape,digest]` per tensor, sorted by name, hex.
+
+    Law: equal if and only if names, dtypes, shapes and bytes are (up to a hash collision).
+    """
+    hasher = blake3()
+    for name in sorted(tensors):
+        spec = tensors[name]
+        hasher.update(_compact([name, spec.dtype, list(spec.shape), digests[name]]).encode())
+        hasher.update(b"\n")
+    return hasher.hexdigest()
+
+
+def hash_files(folder: Path, names: Sequence[str] | None = None) -> dict[str, str]:
+    """sha256 of the files below a folder, by path relative to it; hidden folders are left out.
+
+    Raises: UnreadableError if a file cannot be read.
+    """
+    if names is None:
+        names = sorted(_walk(folder))
+    out: dict[str, str] = {}
+    for name in names:
+        try:
+            with (folder / name).open("rb") as file:
+                out[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UnreadableError(f"{folder / name}: cannot be read: {error.strerror}") from error
+    return out
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        for name in names:
+            path = Path(root, name)
+            if path.is_file():
+                yield path.relative_to(folder).as_posix()
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The manifest as it is written: JSON with one tensor a line."""
+    head = {
+        "format": MANIFEST_FORMAT,
+        "version": MANIFEST_VERSION,
+        "source_format": manifest.source_format,
+        "root": manifest.root,
+        "config": _finite(manifest.config),
+        "files": dict(sorted(manifest.files.items())),
+    }
+    lines = [f"{_compact(key)}:{_compact(value)}" for key, value in head.items()]
+    rows = [
+        _compact(
+            {
+                "name": name,
+                "dtype": manifest.tensors[name].dtype,
+                "shape": list(manifest.tensors[name].shape),
+                "blake3": manifest.digests[name],
+            }
+        )
+        for name in sorted(manifest.tensors)
+    ]
+    return "{" + ",\n".join([*lines, '"tensors":[' + ",".join(f"\n{r}" for r in rows)]) + "\n]}\n"
+
+
+def write_manifest(manifest: Manifest, path: Path) -> None:
+    """Writes a manifest, whole or not at all.
+
+    Raises: WriteError if the disk is full or the folder cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(manifest_text(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise WriteError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads a manifest and recomputes its root.
+
+    Raises: UnreadableError if it is no manifest, is damaged or was edited.
+    """
+    path = Path(path)
+    read = read_json(path, _MAX_MANIFEST_BYTES)
+    value = read.value
+    if not isinstance(value, dict) or value.get("format") != MANIFEST_FORMAT:
+        _refuse(path, "is no mtpconv manifest; write one with `mtpconv inventory CKPT -o FILE`")
+    if value.get("version") != MANIFEST_VERSION:
+        _refuse(path, f"has version {value.get('version')!r}; this reads {MANIFEST_VERSION}")
+    if read.duplicate_keys:
+        _refuse(path, f"has the key {read.duplicate_keys[0]!r} twice")
+    config, files, rows = value.get("config"), value.get("files"), value.get("tensors")
+    if config is not None and not isinstance(config, dict):
+        _refuse(path, "config is not an object")
+    if not isinstance(files, dict) or not all(map(_is_hex, files.values())):
+        _refuse(path, "files is not a table of sha256 digests")
+    if value.get("source_format") not in ("hf", "torch_dist"):
+        _refuse(path, f"has the unknown source_format {value.get('source_format')!r}")
+    tensors, digests = _rows(rows, path)
+    manifest = Manifest(path, value["source_format"], tensors, digests, config, files)
+    if value.get("root") != manifest.root:
+        _refuse(path, "root does not match its tensors: the file was edited or is damaged")
+    return manifest
+
+
+def _rows(rows: object, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
+    tensors: dict[str, TensorSpec] = {}
+    digests: dict[str, str] = {}
+    if not isinstance(rows, list):
+        _refuse(path, "tensors is not a list")
+    for row in rows:
+        if not isinstance(row, dict) or row.keys() != {"name", "dtype", "shape", "blake3"}:
+            _refuse(path, "a tensor does not have exactly name, dtype, shape and blake3")
+        name, dtype, shape, digest = row["name"], row["dtype"], row["shape"], row["blake3"]
+        if type(name) is not str or name in tensors:
+            _refuse(path, f"has the tensor {str(name)[:200]!r} twice or without a name")
+        if (
+            not isinstance(dtype, str)
+            or dtype not in DTYPE_BITS
+            or not isinstance(shape, list)
+            or len(shape) > 64
+            or not all(type(n) is int and 0 <= n < 2**63 for n in shape)
+            or not _is_hex(digest)
+        ):
+            _refuse(path, f"{name[:200]!r} has no valid dtype, shape or digest")
+        tensors[name] = TensorSpec(dtype, tuple(shape))
+        digests[name] = digest
+    return tensors, digests
+
+
+def _is_hex(value: object) -> bool:
+    return isinstance(value, str) and _HEX.fullmatch(value) is not None
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """A JSON value with NaN and infinities, which JSON does not have, as strings."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value
+
+
+def _refuse(path: Path, what: str) -> NoReturn:
+    raise UnreadableError(f"{path}: {what}")
