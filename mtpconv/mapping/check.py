@@ -1,0 +1,271 @@
+"""Static rules over a table, a plan and an inventory: coverage proven without any weights.
+
+Each rule has a stable code; docs/mapping.md lists them with cause and cure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from mtpconv.errors import MtpconvError
+from mtpconv.geometry import FACTS, Config, read_geometry
+from mtpconv.mapping.layouts import DIALECTS, Layout, addresses, layout_of, training_layout
+from mtpconv.mapping.ops import BUILDERS, ShapeError
+from mtpconv.mapping.plan import Plan, Step, make_plan
+from mtpconv.mapping.table import EACH, PLACEHOLDERS, Fault, Row, Stack, Table
+from mtpconv.ranges import compress
+from mtpconv.tensors import Box, TensorSpec
+
+#: Code and meaning of every static rule.
+RULES: Mapping[str, str] = {
+    "M01": "unknown key or wrong form",
+    "M02": "unknown op",
+    "M03": "unknown fact",
+    "M04": "unknown placeholder, or the two sides have different ones",
+    "M05": "HF tensor that no row consumes",
+    "M06": "row that names an HF tensor the inventory lacks",
+    "M07": "block or group that no stack uses, or a use of one that does not exist",
+    "M08": "Megatron tensor produced twice",
+    "M09": "HF tensor consumed twice, or not whole",
+    "M10": "shape law of an op broken",
+    "M11": "layout that spells two tensors alike",
+    "M12": "discard without a reason",
+    "M13": "config promises MTP but no stack iterates it, or the reverse",
+    "M14": "crossed leaf names",
+    "M15": "HF name without dims in [shapes]",
+    "M16": "block defined twice, or an include outside blocks/",
+    "M17": "shape or dtype in the inventory differs from the plan",
+}
+
+_PLACEHOLDER = re.compile(r"\{(\w*)\}")
+
+
+def check_table(table: Table) -> list[Fault]:
+    """Rules that need nothing but the table."""
+    faults = list(table.faults)
+    used = {use.name for stack in table.stacks for use in table.uses(stack)}
+    used |= {use.name for stack in table.stacks for use in stack.use}
+    for name in used - set(table.blocks) - set(table.groups):
+        faults.append(Fault("M07", f"{table.path.name}:1", f"no block or group is called {name!r}"))
+    for name, rows in table.blocks.items():
+        own = rows and rows[0].where.startswith(table.path.name + ":")
+        if own and name not in used:
+            faults.append(Fault("M07", rows[0].where, f"block {name!r} is used by no stack"))
+    for stack in table.stacks:
+        faults += _placeholders(table, stack)
+    names = {n for rows in table.blocks.values() for r in rows for n in r.hf}
+    for rows in table.blocks.values():
+        faults += _crossed(rows)
+        for row in rows:
+            if row.block in used:
+                faults += [
+                    Fault("M15", row.where, f"{n} has no entry in [shapes]; add its dims")
+                    for n in row.hf
+                    if n not in table.shapes
+                ]
+    for name in table.dtypes:
+        if name not in names:
+            faults.append(Fault("M01", f"{table.path.name}:1", f"[dtypes] names no row: {name}"))
+    if table.local_spec is not None and table.local_spec not in DIALECTS:
+        message = f"local_spec {table.local_spec!r} is no layout; known: {', '.join(DIALECTS)}"
+        faults.append(Fault("M01", f"{table.path.name}:1", message))
+    return faults
+
+
+def check_plan(plan: Plan, layout: Layout | None = None) -> list[Fault]:
+    """Rules that need a geometry: uniqueness, shape laws, tiling, layouts, MTP."""
+    faults: list[Fault] = []
+    where = f"{plan.table.path.name}:1"
+    for key, count in Counter(s.key for s in plan.steps).items():
+        if count > 1:
+            row = next(s.row for s in plan.steps if s.key == key)
+            faults.append(Fault("M08", row.where, f"{key} is produced {count} times"))
+    seen: set[tuple[str, str]] = set()
+    for step in plan.steps:
+        if (step.row.block, step.row.key) in seen:
+            continue
+        seen.add((step.row.block, step.row.key))
+        try:
+            _ = step.shape
+        except ShapeError as error:
+            faults.append(Fault("M10", step.row.where, f"{step.key}: {error}"))
+    if not faults:
+        faults += _consumption(plan)
+    if not faults:
+        for each in [layout] if layout is not None else _layouts(plan):
+            spots = Counter(addresses(plan, each))
+            twice = [a for a, n in spots.items() if n > 1]
+            if twice:
+                text = f"layout {each.name} spells {len(twice)} tensors alike, first {twice[0].key}"
+                faults.append(Fault("M11", where, text))
+    has_mtp = any(s.region.kind == "mtp" for s in plan.steps)
+    if plan.geometry.depths and not has_mtp:
+        text = (
+            f"config promises {plan.geometry.depths} MTP depths and no stack iterates them; "
+            'add stacks with each = "depth in mtp"'
+        )
+        faults.append(Fault("M13", where, text))
+    return faults
+
+
+def check_inventory(plan: Plan, inventory: Mapping[str, TensorSpec | None]) -> list[Fault]:
+    """Coverage of a real checkpoint; a None spec (index only) leaves shapes unchecked."""
+    where = plan.table.path.name
+    faults = []
+    unmapped = [n for n in inventory if n not in plan.hf and not is_left_out(plan.table, n)]
+    if unmapped:
+        faults.append(Fault("M05", f"{where}:1", unmapped_message(plan, unmapped)))
+    absent = [n for n in plan.hf if n not in inventory]
+    if absent:
+        mtp = sum(plan.regions[n].kind == "mtp" for n in absent)
+        faults.append(
+            Fault(
+                "M06",
+                f"{where}:1",
+                f"{len(absent)} tensors of the plan ({mtp} of them MTP) are not in the inventory: "
+                + compress(absent, 4),
+            )
+        )
+    for name, spec in inventory.items():
+        wanted = plan.hf.get(name)
+        if spec is not None and wanted is not None and spec.shape != wanted.shape:
+            text = f"{name}: shape {list(spec.shape)}, config makes it {list(wanted.shape)}"
+            faults.append(Fault("M17", f"{where}:1", text))
+    return faults
+
+
+def check(
+    table: Table,
+    config: Config | None = None,
+    inventory: Mapping[str, TensorSpec | None] | None = None,
+) -> list[Fault]:
+    """All rules for which enough was given, each fault once."""
+    faults = check_table(table)
+    if faults or config is None:
+        return faults
+    try:
+        plan = make_plan(config, table, inventory)
+    except MtpconvError as error:
+        return [Fault("M13" if "MTP" in str(error) else "M01", f"{table.path.name}:1", str(error))]
+    faults = check_plan(plan)
+    if not faults and inventory is not None:
+        faults = check_inventory(plan, inventory)
+    return faults
+
+
+def unmapped_message(plan: Plan, names: Sequence[str]) -> str:
+    """One line that says which HF tensors the table does not know, and what to do."""
+    geometry = plan.geometry
+    text = f"{len(names)} tensors are not in the table: {compress(names, 4)}"
+    orphan = [n for n in names if (f := layer_of(n)) is not None and f >= geometry.layers]
+    if orphan:
+        field = geometry.mtp_field or "num_nextn_predict_layers"
+        promised = geometry.config.get(field, geometry.text.get(field, "absent"))
+        text += (
+            f"; {len(orphan)} of them lie behind the trunk's {geometry.layers} layers, "
+            f"where MTP lives, but config.json {field} is {promised}"
+        )
+    return text
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Layer number in a name, None if it has none."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
+
+
+def is_left_out(table: Table, name: str) -> bool:
+    """True for names that a table carries beside or discards with a reason."""
+    return is_carried(table, name) or any(_glob(d.hf, name) for d in table.discards)
+
+
+def is_carried(table: Table, name: str) -> bool:
+    """True for names that a table carries beside the Megatron checkpoint."""
+    return any(_glob(p, name) for p in table.carried)
+
+
+def _glob(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name) is not None
+
+
+def _layouts(plan: Plan) -> Iterator[Layout]:
+    yield Layout()
+    yield training_layout(plan)
+    if plan.table.local_spec is not None:
+        names = [d.name for d in training_layout(plan).dialects]
+        yield layout_of([*names, plan.table.local_spec])
+
+
+def _placeholders(table: Table, stack: Stack) -> Iterator[Fault]:
+    given = EACH[stack.each] if stack.each in EACH else frozenset()
+    for text in (stack.mcore, stack.hf):
+        for found in set(_PLACEHOLDER.findall(text)) - given:
+            yield Fault("M04", stack.where, f"{{{found}}} has no value in {stack.each!r}")
+    if stack.each != "once" and not ({"layer", "depth"} & set(_PLACEHOLDER.findall(stack.mcore))):
+        yield Fault("M04", stack.where, f"{stack.mcore!r} does not depend on {stack.each!r}")
+    for use in table.uses(stack):
+        for row in table.blocks.get(use.name, ()):
+            left = set(_PLACEHOLDER.findall(row.key))
+            right = set().union(*(_PLACEHOLDER.findall(n) for n in row.hf))
+            sliced = {"expert"} if row.op == "slice" else set()
+            if left - PLACEHOLDERS or right - PLACEHOLDERS:
+                odd = sorted((left | right) - PLACEHOLDERS)[0]
+                yield Fault("M04", row.where, f"unknown placeholder {{{odd}}}")
+            elif left != right | sliced:
+                yield Fault(
+                    "M04", row.where, f"{row.key}: left has {sorted(left)}, right {sorted(right)}"
+                )
+
+
+def _leaf(name: str) -> str:
+    return name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
+
+
+def _crossed(rows: Sequence[Row]) -> Iterator[Fault]:
+    left = {_leaf(r.key) for r in rows}
+    right = {_leaf(n) for r in rows for n in r.hf}
+    for row in rows:
+        if row.op not in ("copy", "pad_rows") or len(row.hf) != 1:
+            continue
+        mine, other = _leaf(row.key), _leaf(row.hf[0])
+        if mine != other and (mine in right or other in left):
+            yield Fault(
+                "M14",
+                row.where,
+                f"{row.key} is paired with {row.hf[0]}, though {mine if mine in right else other} "
+                "exists on both sides; a swap here survives every round trip",
+            )
+
+
+def _consumption(plan: Plan) -> Iterator[Fault]:
+    """Every HF tensor is tiled exactly once; whole consumption is the fast, common case."""
+    whole = Counter(n for s in plan.steps if s.op.name != "slice" for n in s.hf)
+    boxes: dict[str, list[tuple[Box, Step]]] = defaultdict(list)
+    for step in plan.steps:
+        if step.op.name == "slice":
+            shapes = [s.shape for s in step.specs]
+            for move in step.op.moves(shapes):
+                boxes[step.hf[move.operand]].append((move.hf, step))
+    for name, count in whole.items():
+        if count > 1 or name in boxes:
+            row = next(s.row for s in plan.steps if name in s.hf)
+            yield Fault("M09", row.where, f"{name} is consumed {count + (name in boxes)} times")
+    for name, parts in boxes.items():
+        total = sum(box.elements for box, _ in parts)
+        if len({box for box, _ in parts}) < len(parts) or total != plan.hf[name].elements:
+            yield Fault("M09", parts[0][1].row.where, f"{name} is not consumed exactly once")
+
+
+def known_words() -> Mapping[str, Collection[str]]:
+    """The closed vocabularies of the language, for the docs."""
+    return {"op": list(BUILDERS), "fact": list(FACTS), "each": list(EACH)}
+
+
+def promised_depths(config: Config, table: Table | None = None) -> int:
+    """MTP depths that a config promises."""
+    return read_geometry(config, table.mtp_default if table else None).depths
