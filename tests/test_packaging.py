@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+TABLES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("mappings/**/*.toml"))
+
+#: What only mtpconv.parity may import, and only when a model is really run.
+HEAVY = ("torch", "transformers", "megatron")
+
+
+def _clean_environment(**more: str) -> dict[str, str]:
+    """The environment without what would lead Python to the checkout."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    return {**kept, **more}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built without network through the source distribution, as for a release."""
+    out = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(out)]
+    subprocess.run([*build, "-t", "sdist"], cwd=ROOT, check=True, capture_output=True)
+    (archive,) = out.glob("*.tar.gz")
+    source = out / "source"
+    subprocess.run([sys.executable, "-m", "tarfile", "-e", str(archive), str(source)], check=True)
+    (unpacked,) = source.iterdir()
+    subprocess.run([*build, "-t", "wheel"], cwd=unpacked, check=True, capture_output=True)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel installed, nothing else in it."""
+    target = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
+    return target
+
+
+def _files(package: Path) -> set[str]:
+    return {p.relative_to(package).as_posix() for p in package.rglob("*.py")}
+
+
+def test_the_wheel_holds_the_package_the_tables_and_the_licence(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert TABLES
+    assert {f"mtpconv/_{table}" for table in TABLES} <= names
+    assert {f"mtpconv/{name}" for name in _files(ROOT / "mtpconv")} <= names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"mtpconv", f"mtpconv-{PROJECT['version']}.dist-info"}
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    source = (ROOT / "mtpconv" / "__init__.py").read_text("utf-8")
+    assert re.findall(r'^__version__ = "(.*)"$', source, re.MULTILINE) == [PROJECT["version"]]
+
+
+def test_installed_it_checks_its_own_tables_from_any_folder(
+    installed: Path, tmp_path: Path
+) -> None:
+    program = installed / "bin" / "mtpconv"
+    for table in TABLES:
+        if "/layouts/" in table or "/blocks/" in table:
+            continue
+        done = subprocess.run(
+            [program, "check", str(installed / "mtpconv" / f"_{table}")],
+            cwd=tmp_path,
+            env=_clean_environment(PYTHONPATH=str(installed)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), table
+
+
+@pytest.fixture
+def tripwires(tmp_path: Path) -> Path:
+    """A folder of modules that end the program when they are imported, even by a `try`."""
+    folder = tmp_path / "tripwires"
+    for name in HEAVY:
+        (folder / name).mkdir(parents=True)
+        code = f'import os\nos.write(2, b"{name} was imported\\n")\nos._exit(99)\n'
+        (folder / name / "__init__.py").write_text(code, "utf-8")
+    return folder
+
+
+def _run_light(tripwires: Path, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tripwires.parent,
+        env=_clean_environment(PYTHONPATH=f"{tripwires}{os.pathsep}{ROOT}"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_the_tripwires_work(tripwires: Path, name: str) -> None:
+    done = _run_light(tripwires, f"try:\n import {name}\nexcept Exception:\n pass")
+    assert (done.returncode, done.stderr) == (99, f"{name} was imported\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["check", "--help"]])
+def test_the_command_line_imports_no_heavy_package(tripwires: Path, arguments: list[str]) -> None:
+    main = "import sys; from mtpconv.cli import main; sys.exit(main())"
+    done = _run_light(tripwires, f"import sys; sys.argv = {['mtpconv', *arguments]!r}; {main}")
+    assert done.returncode == 0, done.stderr
+
+
+def _base_modules() -> list[str]:
+    found = []
+    for path in sorted((ROOT / "mtpconv").rglob("*.py")):
+        parts = list(path.relative_to(ROOT).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        if parts[1:2] != ["parity"] and parts[-1] != "__main__":
+            found.append(".".join(parts))
+    return found
+
+
+def test_no_module_outside_parity_imports_a_heavy_package(tripwires: Path) -> None:
+    code = f"import importlib\nfor m in {_base_modules()!r}: importlib.import_module(m)"
+    done = _run_light(tripwires, code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_outside_parity_only_the_base_dependencies_are_imported() -> None:
+    base = {re.split(r"[^\w-]", line)[0] for line in PROJECT["dependencies"]}
+    allowed = sys.stdlib_module_names | base | {"mtpconv"}
+    for path in sorted((ROOT / "mtpconv").rglob("*.py")):
+        if "parity" in path.relative_to(ROOT).parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            foreign = {name.split(".")[0] for name in names} - allowed
+            assert not foreign, f"{path}: {foreign}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pip_install_brings_all_that_the_base_commands_need(wheel: Path, tmp_path: Path) -> None:
+    """Installed with its dependencies only, from the registry that pip is set up for."""
+    place = tmp_path / "venv"
+    venv.create(place, with_pip=True)
+    pip = [place / "bin" / "python", "-m", "pip", "install", "--quiet"]
+    environment = _clean_environment()
+    subprocess.run(
+        [*pip, "--constraint", ROOT / "constraints.txt", wheel],
+        check=True,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+    )
+    code = f"import importlib\nfor m in {_base_modules()!r}: importlib.import_module(m)"
+    for command in ([place / "bin" / "python", "-c", code], [place / "bin" / "mtpconv", "--help"]):
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
