@@ -176,8 +176,15 @@ def _head_dim(g: Geometry) -> int:
     return hidden // heads
 
 
+def _key_value_heads(g: Geometry) -> int:
+    """Query groups; a config without the field has one per head."""
+    named = "num_key_value_heads" if g.text.get("num_key_value_heads") else "num_attention_heads"
+    return require_int(g.text, named, g.model_type)
+
+
 _DERIVED: Mapping[str, Callable[[Geometry], int]] = {
     "head_dim": _head_dim,
+    "num_key_value_heads": _key_value_heads,
     "experts": lambda g: g.experts,
 }
 
@@ -222,6 +229,11 @@ def _has_indexer(g: Geometry, layer: int) -> bool:
     return bool(max(layer - offset + 1, 0) % frequency == 0)
 
 
+def _says(*fields: str) -> Callable[[Geometry, int], bool]:
+    """True where the config sets one of these fields to something true."""
+    return lambda g, layer: any(bool(g.text.get(f)) for f in fields)
+
+
 def _is_tied(g: Geometry, layer: int) -> bool:
     del layer
     return bool(g.config.get("tie_word_embeddings", g.text.get("tie_word_embeddings", False)))
@@ -233,5 +245,8 @@ FACTS: Mapping[str, Callable[[Geometry, int], bool]] = {
     "is_dense": lambda g, layer: not _is_moe(g, layer),
     "has_indexer": _has_indexer,
     "is_tied": _is_tied,
+    "has_shared_experts": _says("n_shared_experts", "num_shared_experts"),
+    "has_qk_norm": _says("use_qk_norm"),
+    "has_qkv_bias": _says("attention_bias", "use_qkv_bias", "qkv_bias"),
     "is_mtp": lambda g, layer: g.is_mtp(layer),
 }

@@ -6,7 +6,7 @@ formats, fixtures and the tables in the docs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,7 +79,8 @@ def make_plan(
     """Expand a table for a config.
 
     `present` are the HF names of a real checkpoint: copies are then planned where they exist,
-    else where the table says the releases ship them. `depths` overrides the promised number.
+    else where the table says the releases ship them, and of `a or b` the block whose names
+    exist is taken, else the first. `depths` overrides the promised number.
 
     Raises: RefusedError if the config lacks a field; UsageError if table and config differ.
     """
@@ -91,7 +92,7 @@ def make_plan(
         )
     if depths is not None and depths != geometry.depths:
         geometry = Geometry(**{**_fields(geometry), "depths": depths})
-    steps = tuple(s for stack in table.stacks for s in _expand(table, geometry, stack))
+    steps = tuple(s for stack in table.stacks for s in _expand(table, geometry, stack, present))
     return Plan(table, geometry, steps, tuple(_copies(table, geometry, steps, present)))
 
 
@@ -111,7 +112,9 @@ def instances(geometry: Geometry, each: str) -> Iterator[tuple[dict[str, int], R
             yield {"layer": geometry.layers + depth, "depth": depth}, Region("mtp", depth)
 
 
-def _expand(table: Table, geometry: Geometry, stack: Stack) -> Iterator[Step]:
+def _expand(
+    table: Table, geometry: Geometry, stack: Stack, present: Collection[str] | None
+) -> Iterator[Step]:
     uses = list(table.uses(stack))
     specs: dict[tuple[str, str], tuple[TensorSpec, ...]] = {}
     ops: dict[tuple[str, int | None], Op] = {}
@@ -120,6 +123,8 @@ def _expand(table: Table, geometry: Geometry, stack: Stack) -> Iterator[Step]:
         mcore, hf = stack.mcore.format(**values), stack.hf.format(**values)
         for use in uses:
             if not all(geometry.fact(f, layer) is wanted for f, wanted in use.facts):
+                continue
+            if use.rivals and use.name != _spelling(table, use.rivals, hf, present):
                 continue
             for row in table.blocks.get(use.name, ()):
                 shaped = specs.get((row.block, row.key))
@@ -143,6 +148,17 @@ def _expand(table: Table, geometry: Geometry, stack: Stack) -> Iterator[Step]:
                     )
 
 
+def _spelling(
+    table: Table, rivals: Sequence[str], hf: str, present: Collection[str] | None
+) -> str:
+    """The block of `a or b` whose first HF name exists under the prefix `hf`, else the first."""
+    for name in rivals if present else ():
+        rows = table.blocks.get(name, ())
+        if rows and hf + rows[0].hf[0].replace("{expert}", "0") in (present or ()):
+            return name
+    return rivals[0]
+
+
 def _spec(table: Table, geometry: Geometry, row: Row, name: str) -> TensorSpec:
     dims = table.shapes.get(name)
     if dims is None:
@@ -157,12 +173,15 @@ def _copies(
     if not table.copies:
         return
     known = {n: spec for s in steps for n, spec in zip(s.hf, s.specs, strict=True)}
+    taken = set(known)
     for rule in table.copies:
         for values, region in instances(geometry, rule.each):
             name = rule.hf.format(**values)
             wanted = rule.ships if present is None else name in present
             spec = known.get(rule.of)
-            if wanted and spec is not None and name not in known:
+            # With tied embeddings several rules may name one copy; the first whose `of` exists wins.
+            if wanted and spec is not None and name not in taken:
+                taken.add(name)
                 yield CopyStep(name, rule.of, spec, region)
 
 

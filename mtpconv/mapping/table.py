@@ -57,10 +57,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A block or group, instantiated only where all the facts hold (`not` negates)."""
+    """A block or group, instantiated only where all the facts hold (`not` negates).
+
+    `rivals`, where not empty, are the blocks of one `a or b`, this one among them: spellings of
+    the same tensors, of which a checkpoint has one. The first is what releases ship.
+    """
 
     name: str
     facts: tuple[tuple[str, bool], ...] = ()
+    rivals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,7 @@ class Table:
             if inner is None:
                 yield use
             else:
-                yield from (Use(u.name, use.facts + u.facts) for u in inner)
+                yield from (Use(u.name, use.facts + u.facts, u.rivals) for u in inner)
 
 
 def mappings_folder() -> Path:
@@ -221,7 +226,7 @@ class _Parser:
             self.sections(part, included, blocks, shapes, dtypes)
         self.sections(path, raw, blocks, shapes, dtypes)
         groups = {
-            name: tuple(self.use(path, f"groups.{name}", u) for u in uses)
+            name: tuple(use for u in uses for use in self.uses(path, f"groups.{name}", u))
             for name, uses in raw.get("groups", {}).items()
         }
         default = raw.get("mtp_default")
@@ -270,7 +275,11 @@ class _Parser:
                 self.fault("M16", f"{path.name}:1", f"block {block} is defined twice")
             blocks[block] = tuple(self.row(path, block, k, v) for k, v in rows.items())
         for name, dims in raw.get("shapes", {}).items():
-            shapes[name] = tuple(str(d) for d in dims)
+            shape = tuple(str(d) for d in dims)
+            # A table may give its own dims; two includes that disagree would be decided by order.
+            if path != self.path and shapes.get(name, shape) != shape:
+                self.fault("M16", self.where(path, "shapes", name), f"{name} has other dims before")
+            shapes[name] = shape
         dtypes.update(raw.get("dtypes", {}))
 
     def row(self, path: Path, block: str, key: str, value: Any) -> Row:
@@ -288,8 +297,8 @@ class _Parser:
             hf = ()
         return Row(block, key, op, tuple(hf), where)
 
-    def use(self, path: Path, section: str, text: str) -> Use:
-        name, _, condition = text.partition(" if ")
+    def uses(self, path: Path, section: str, text: str) -> Iterator[Use]:
+        blocks, _, condition = text.partition(" if ")
         facts = []
         for fact in condition.split(" and ") if condition else []:
             wanted = not fact.startswith("not ")
@@ -299,7 +308,9 @@ class _Parser:
                 self.fault("M03", where, f"unknown fact {fact!r}; known: {', '.join(FACTS)}")
                 continue
             facts.append((fact, wanted))
-        return Use(name.strip(), tuple(facts))
+        names = tuple(name.strip() for name in blocks.split(" or "))
+        for name in names:
+            yield Use(name, tuple(facts), names if len(names) > 1 else ())
 
     def stack(self, path: Path, raw: Mapping[str, Any]) -> Stack:
         where = self.where(path, "", "stacks")
@@ -308,7 +319,7 @@ class _Parser:
             raw.get("each", "once"),
             raw.get("mcore", ""),
             raw.get("hf", ""),
-            tuple(self.use(path, "stacks", u) for u in raw.get("use", [])),
+            tuple(use for u in raw.get("use", []) for use in self.uses(path, "stacks", u)),
             where,
         )
 
