@@ -160,16 +160,12 @@ def test_outside_parity_only_the_base_dependencies_are_imported() -> None:
 @pytest.mark.timeout(300)
 def test_pip_install_brings_all_that_the_base_commands_need(wheel: Path, tmp_path: Path) -> None:
     """Installed with its dependencies only, from the registry that pip is set up for."""
-    place = tmp_path / "venv"
-    venv.create(place, with_pip=True)
-    pip = [place / "bin" / "python", "-m", "pip", "install", "--quiet"]
+    programs = tmp_path / "venv" / "bin"
+    venv.create(programs.parent, with_pip=True)
+    python, constraints = str(programs / "python"), str(ROOT / "constraints.txt")
     environment = _clean_environment()
-    subprocess.run(
-        [*pip, "--constraint", ROOT / "constraints.txt", wheel],
-        check=True,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
+    pip = [python, "-m", "pip", "install", "--quiet", "--constraint", constraints, str(wheel)]
+    subprocess.run(pip, check=True, env=environment, stdin=subprocess.DEVNULL)
     code = f"import importlib\nfor m in {_base_modules()!r}: importlib.import_module(m)"
-    for command in ([place / "bin" / "python", "-c", code], [place / "bin" / "mtpconv", "--help"]):
+    for command in ([python, "-c", code], [str(programs / "mtpconv"), "--help"]):
         subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
