@@ -1,0 +1,232 @@
+"""What a `.metadata` file says: which tensors there are, which chunks, and where they lie.
+
+Source: torch 2.14.1 torch/distributed/checkpoint/metadata.py and filesystem.py, read
+2026-11-29; field names have not changed since torch 2.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from mtpconv.errors import UnreadableError
+from mtpconv.store.checkpoint import Problem
+from mtpconv.store.dist_folder import METADATA
+from mtpconv.store.pickles import Global, Instance, load_pickle
+from mtpconv.store.torch_names import TORCH_DTYPES, allow_metadata
+from mtpconv.tensors import Box, Shape, TensorSpec
+
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+_METADATA_CLASSES = ("Metadata", "MCoreMetadata")
+_LIMIT = 1 << 63
+
+
+class Place(NamedTuple):
+    """A record: `length` bytes from `offset` of a `.distcp` file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A box of a tensor and the record that holds it."""
+
+    box: Box
+    place: Place
+
+
+@dataclass(slots=True)
+class DistMetadata:
+    """The contents of a `.metadata`; optimizer state is counted, not kept."""
+
+    tensors: dict[str, TensorSpec] = field(default_factory=dict)
+    chunks: dict[str, list[StoredChunk]] = field(default_factory=dict)
+    objects: dict[str, Place] = field(default_factory=dict)
+    ignored: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    #: every record named, whatever it holds, by file
+    records: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def bad(self, message: str, tensor: str | None = None) -> None:
+        """Note a contradiction inside `.metadata`."""
+        self.problems.append(Problem("unreadable_file", message, file=METADATA, tensor=tensor))
+
+
+def read_metadata(data: bytes) -> DistMetadata:
+    """What the bytes of a `.metadata` say, contradictions noted in `problems`.
+
+    Law: time and memory are linear in `len(data)`, whatever it holds.
+    Raises: UnreadableError if it is not a `.metadata` at all or names code.
+    """
+    value = load_pickle(data, METADATA, allow_metadata)
+    if type(value) is not Instance or value.of.name not in _METADATA_CLASSES:
+        raise UnreadableError(".metadata holds no torch checkpoint metadata; it is corrupt")
+    entries, storage = value.field("state_dict_metadata"), value.field("storage_data")
+    if type(entries) is not dict or type(storage) is not dict:
+        raise UnreadableError(".metadata lists no tensors or no records; it is corrupt")
+    result = DistMetadata()
+    places = _read_places(storage, result)
+    for key, entry in entries.items():
+        kind = entry.of.name if type(entry) is Instance else None
+        if type(key) is not str or kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
+            raise UnreadableError(".metadata has an entry that is neither tensor nor bytes")
+        if _OPTIMIZER.match(key):
+            result.ignored += 1
+        elif kind == "BytesStorageMetadata":
+            place = places.get(key, {}).get(None)
+            if place is None:
+                result.bad(f".metadata names no record of {key}; it is corrupt", key)
+            else:
+                result.objects[key] = place
+        else:
+            _read_tensor(key, entry, places.get(key, {}), result)
+    strange = places.keys() - entries.keys()
+    if strange:
+        result.bad(
+            f".metadata has records of {min(strange)!r}, which it does not list; it is corrupt"
+        )
+    _check_overlaps(result)
+    return result
+
+
+_Places = dict[str, dict[Shape | None, Place]]
+
+
+def _read_places(storage: Mapping[Any, Any], result: DistMetadata) -> _Places:
+    """Record places by key and chunk offset (None for bytes entries)."""
+    places: _Places = {}
+    for index, info in storage.items():
+        if type(index) is not Instance or type(info) is not Instance:
+            raise UnreadableError(".metadata has a record without name or place; it is corrupt")
+        key, at = index.field("fqn"), index.field("offset")
+        file, offset, length = (info.field(n) for n in ("relative_path", "offset", "length"))
+        if (
+            type(key) is not str
+            or not (at is None or _is_shape(at))
+            or not _is_shape((offset, length))
+        ):
+            raise UnreadableError(".metadata has a record without name or place; it is corrupt")
+        if not _is_plain_name(file):
+            raise UnreadableError(
+                f".metadata puts {key} into {str(file)[:80]!r}, outside the checkpoint folder"
+            )
+        if info.field("transform_descriptors"):
+            raise UnreadableError(
+                f".metadata says that {key} was stored through an extension (compression?); "
+                "save the checkpoint again without it"
+            )
+        place = Place(file, offset, length)
+        places.setdefault(key, {})[at] = place
+        result.records.setdefault(file, []).append((offset, length))
+    return places
+
+
+def _is_shape(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) <= 64
+        and all(type(n) is int and 0 <= n < _LIMIT for n in value)
+    )
+
+
+def _is_plain_name(name: Any) -> bool:
+    return (
+        type(name) is str
+        and 0 < len(name) < 256
+        and name not in (".", "..")
+        and not any(c in "/\\\0" for c in name)
+    )
+
+
+def _read_tensor(
+    key: str, entry: Instance, places: Mapping[Shape | None, Place], result: DistMetadata
+) -> None:
+    shape, chunks, properties = (entry.field(n) for n in ("size", "chunks", "properties"))
+    dtype = _dtype(properties)
+    if not _is_shape(shape) or type(chunks) is not list or dtype is None:
+        raise UnreadableError(f".metadata says nothing usable about {key}; it is corrupt")
+    if dtype.name not in TORCH_DTYPES:
+        result.bad(f"{key} has dtype {dtype}, which safetensors does not have", key)
+        return
+    boxes: list[Box] = []
+    stored: list[StoredChunk] = []
+    for chunk in chunks:
+        if type(chunk) is not Instance:
+            raise UnreadableError(f".metadata has an impossible chunk of {key}; it is corrupt")
+        at, sizes = chunk.field("offsets"), chunk.field("sizes")
+        if not _is_shape(at) or not _is_shape(sizes) or not len(at) == len(sizes) == len(shape):
+            raise UnreadableError(f".metadata has an impossible chunk of {key}; it is corrupt")
+        box = Box(at, sizes)
+        boxes.append(box)
+        place = places.get(at)
+        if place is not None:
+            stored.append(StoredChunk(box, place))
+    result.tensors[key] = TensorSpec(TORCH_DTYPES[dtype.name][0], shape)
+    result.chunks[key] = stored
+    if len(stored) != len(boxes):
+        missing = len(boxes) - len(stored)
+        result.bad(f".metadata names no record for {missing} chunks of {key}; it is corrupt", key)
+    flaw = tiling_flaw(shape, boxes)
+    if flaw:
+        result.bad(f"the chunks of {key} {flaw}; .metadata is corrupt or a rank is missing", key)
+
+
+def _dtype(properties: Any) -> Global | None:
+    state = properties.state if type(properties) is Instance else None
+    dtype = state[0] if type(state) is tuple and state else None
+    return dtype if type(dtype) is Global and dtype.module == "torch" else None
+
+
+def tiling_flaw(shape: Shape, boxes: Sequence[Box]) -> str | None:
+    """What is wrong if boxes do not cover every element of `shape` exactly once, else None.
+
+    Law: linear in the number of boxes. A sum of boxes is known by its corners, each with the
+        sign of the number of its upper bounds: boxes tile the whole exactly when their signed
+        corners sum up to those of the whole.
+    """
+    if len(boxes) == 1 and boxes[0].sizes == shape and not any(boxes[0].offsets):
+        return None
+    cut = [a for a, n in enumerate(shape) if any(b.offsets[a] or b.sizes[a] != n for b in boxes)]
+    if len(cut) > 8:
+        return f"are cut along {len(cut)} axes, more than can be checked"
+    corners: dict[Shape, int] = {}
+    for sign, parts in [(-1, [Box.whole(shape)]), (1, boxes)]:
+        for box in parts:
+            signed: list[tuple[int, Shape]] = [(sign, ())]
+            for axis in cut:
+                low = box.offsets[axis]
+                high = low + box.sizes[axis]
+                signed = [
+                    (s * t, (*point, x)) for s, point in signed for t, x in ((1, low), (-1, high))
+                ]
+            for s, point in signed:
+                corners[point] = corners.get(point, 0) + s
+    if not any(corners.values()):
+        return None
+    have, want = sum(box.elements for box in boxes), prod(shape)
+    if any(
+        at + n > size for b in boxes for at, n, size in zip(b.offsets, b.sizes, shape, strict=True)
+    ):
+        return f"reach beyond its shape {list(shape)}"
+    if have < want:
+        return f"leave {want - have:,} of {want:,} elements uncovered"
+    return f"overlap: they hold {have:,} elements for {want:,}"
+
+
+def _check_overlaps(result: DistMetadata) -> None:
+    """Two records in the same bytes: one tensor would be read in place of another."""
+    for file, ranges in result.records.items():
+        ranges.sort()
+        end = 0
+        for offset, length in ranges:
+            if offset < end:
+                result.bad(
+                    f".metadata puts two records at byte {offset:,} of {file}; it is corrupt"
+                )
+                break
+            end = offset + length

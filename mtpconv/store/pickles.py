@@ -1,0 +1,303 @@
+"""Reading pickles without importing, calling or trusting anything that they name.
+
+A torch_dist checkpoint is full of pickles: `.metadata`, `common.pt`, the head of every
+tensor record. The machine here knows only the opcodes that `pickle` and `torch.save` write
+(protocols 2 to 5) and builds plain Python values, `Global`s (a name) and `Instance`s (a name
+with arguments and state). A class named in a pickle stays a name.
+
+Source: CPython 3.12 Lib/pickletools.py, opcode table, read 2026-11-29.
+"""
+
+from __future__ import annotations
+
+import gc
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mtpconv.errors import UnreadableError
+
+#: Says whether a pickle may name this (module, name).
+Allow = Callable[[str, str], bool]
+
+#: Containers a pickle may build; 60,000 chunks with their save plans need about 1.5 million.
+MAX_CONTAINERS = 24_000_000
+#: Bytes of one integer; the longest seen are random-generator states of 4 bytes.
+MAX_INT_BYTES = 1024
+
+
+class Global:
+    """A name that a pickle refers to, `module.name`; never looked up."""
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def __repr__(self) -> str:
+        return f"Global({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Global) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+class Instance:
+    """What a pickle says about an object: its class or function, arguments, state, items.
+
+    Hashed and compared by identity, so that no value from a file decides what that costs.
+    """
+
+    __slots__ = ("args", "items", "of", "state")
+
+    def __init__(self, of: Global, args: tuple[Any, ...], state: Any = None) -> None:
+        self.of = of
+        self.args = args
+        self.state = state
+        self.items: list[Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"Instance({str(self.of)!r})"
+
+    def add(self, items: Iterable[Any]) -> None:
+        """Append elements (list-like objects) or key-value pairs (dict-like objects)."""
+        if self.items is None:
+            self.items = []
+        self.items.extend(items)
+
+    def field(self, name: str) -> Any:
+        """A value of the object's state, None if it has no such field."""
+        return self.state.get(name) if type(self.state) is dict else None
+
+
+#: `Instance.of` of a persistent id (`torch.save` refers to storages with these).
+PERSISTENT = Global("", "persistent id")
+
+_ATOMS = (str, int, float, bytes, bool, type(None), Global, Instance)
+_CORRUPT = (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error)
+
+
+class _Refused(Exception):
+    """The pickle does something that no checkpoint needs."""
+
+
+def load_pickle(data: bytes, where: str, allow: Allow, *, persistent: bool = False) -> Any:
+    """The value that a pickle describes; `where` names it in errors.
+
+    Law: nothing is imported or called; time and memory are linear in `len(data)`.
+    Raises: UnreadableError for a name that `allow` refuses, an opcode that checkpoints do not
+        use, or a damaged pickle.
+    """
+    collecting = gc.isenabled()
+    gc.disable()  # millions of live containers and no garbage: collecting only costs
+    try:
+        return _run(data, allow, persistent)
+    except _Refused as error:
+        raise UnreadableError(f"{where} {error}") from None
+    except StopIteration:
+        raise UnreadableError(
+            f"{where} builds more than {MAX_CONTAINERS:,} objects; no checkpoint needs that"
+        ) from None
+    except _CORRUPT:
+        raise UnreadableError(
+            f"{where} is not a whole pickle; it is truncated or corrupt, copy it again"
+        ) from None
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _run(data: bytes, allow: Allow, persistent: bool) -> Any:  # noqa: C901 one table of opcodes
+    """The machine itself: one branch per opcode, the frequent ones first.
+
+    Reading past the end needs no check of its own: the next opcode is then missing too.
+    """
+    stack: list[Any] = []
+    marks: list[list[Any]] = []
+    memo: list[Any] = []
+    names: dict[tuple[str, str], Global] = {}
+    spend = iter(range(MAX_CONTAINERS)).__next__  # raises StopIteration when used up
+    push = stack.append
+    u16 = struct.Struct("<H").unpack_from
+    i32 = struct.Struct("<i").unpack_from
+    u32 = struct.Struct("<I").unpack_from
+    pos = 0
+
+    def find(module: Any, name: Any) -> Global:
+        if type(module) is not str or type(name) is not str:
+            raise ValueError
+        known = names.get((module, name))
+        if known is None:
+            if not allow(module, name):
+                raise _Refused(
+                    f"calls {module[:80]}.{name[:80]}, which no checkpoint needs; "
+                    "do not load it with torch either"
+                )
+            known = names[module, name] = Global(module, name)
+        return known
+
+    while True:
+        op = data[pos]
+        pos += 1
+        if op == 0x94:  # MEMOIZE
+            memo.append(stack[-1])
+        elif op == 0x4B:  # BININT1
+            push(data[pos])
+            pos += 1
+        elif op == 0x68:  # BINGET
+            push(memo[data[pos]])
+            pos += 1
+        elif op == 0x6A:  # LONG_BINGET
+            push(memo[u32(data, pos)[0]])
+            pos += 4
+        elif op == 0x71 or op == 0x72:  # BINPUT, LONG_BINPUT
+            index = data[pos] if op == 0x71 else u32(data, pos)[0]
+            pos += 1 if op == 0x71 else 4
+            if index > len(memo):  # every pickler numbers them in order
+                raise ValueError
+            memo[index : index + 1] = stack[-1:]
+        elif op == 0x28:  # MARK
+            marks.append(stack)
+            stack = []
+            push = stack.append
+        elif op == 0x7D:  # EMPTY_DICT
+            spend()
+            push({})
+        elif op == 0x81 or op == 0x52:  # NEWOBJ, REDUCE
+            args = stack.pop()
+            of = stack.pop()
+            if type(of) is not Global or type(args) is not tuple:
+                raise ValueError
+            spend()
+            if of.name == "Size" and of.module == "torch":  # a tuple, and the most frequent
+                push(tuple(args[0]) if args else ())
+            else:
+                push(Instance(of, args))
+        elif op == 0x62:  # BUILD
+            state = stack.pop()
+            target = stack[-1]
+            if type(target) is not Instance or target.state is not None:
+                raise ValueError
+            target.state = state
+        elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
+            if op == 0x75:
+                values = stack
+                stack = marks.pop()
+                push = stack.append
+            else:
+                values = stack[-2:]
+                del stack[-2:]
+            keys = values[::2]
+            for key in keys:
+                if type(key) is not str:
+                    _check_key(key)
+            target = stack[-1]
+            if type(target) is dict:
+                target.update(zip(keys, values[1::2], strict=True))
+            elif type(target) is Instance:
+                target.add(zip(keys, values[1::2], strict=True))
+            else:
+                raise ValueError
+        elif op == 0x85 or op == 0x86 or op == 0x87:  # TUPLE1, TUPLE2, TUPLE3
+            count = op - 0x84
+            if len(stack) < count:
+                raise ValueError
+            spend()
+            stack[-count:] = (tuple(stack[-count:]),)
+        elif op == 0x29:  # EMPTY_TUPLE
+            push(())
+        elif op == 0x4D:  # BININT2
+            push(u16(data, pos)[0])
+            pos += 2
+        elif op == 0x4A:  # BININT
+            push(i32(data, pos)[0])
+            pos += 4
+        elif op == 0x8C or op == 0x58:  # SHORT_BINUNICODE, BINUNICODE
+            size = data[pos] if op == 0x8C else u32(data, pos)[0]
+            pos += 1 if op == 0x8C else 4
+            push(str(data[pos : pos + size], "utf-8", "surrogatepass"))
+            pos += size
+        elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
+            size = data[pos] if op == 0x8A else u32(data, pos)[0]
+            pos += 1 if op == 0x8A else 4
+            if size > MAX_INT_BYTES:
+                raise _Refused(f"holds an integer of {size} bytes; no checkpoint needs that")
+            push(int.from_bytes(data[pos : pos + size], "little", signed=True))
+            pos += size
+        elif op == 0x74:  # TUPLE
+            values = stack
+            stack = marks.pop()
+            push = stack.append
+            spend()
+            push(tuple(values))
+        elif op == 0x88 or op == 0x89:  # NEWTRUE, NEWFALSE
+            push(op == 0x88)
+        elif op == 0x4E:  # NONE
+            push(None)
+        elif op == 0x5D:  # EMPTY_LIST
+            spend()
+            push([])
+        elif op == 0x65 or op == 0x61:  # APPENDS, APPEND
+            if op == 0x65:
+                values = stack
+                stack = marks.pop()
+                push = stack.append
+            else:
+                values = [stack.pop()]
+            target = stack[-1]
+            if type(target) is list:
+                target.extend(values)
+            elif type(target) is Instance:
+                target.add(values)
+            else:
+                raise ValueError
+        elif op == 0x63:  # GLOBAL
+            module, name, _ = data[pos : pos + 512].split(b"\n", 2)
+            pos += len(module) + len(name) + 2
+            push(find(str(module, "utf-8"), str(name, "utf-8")))
+        elif op == 0x93:  # STACK_GLOBAL
+            last = stack.pop()
+            push(find(stack.pop(), last))
+        elif op == 0x95:  # FRAME: only a hint for buffering
+            pos += 8
+        elif op == 0x47:  # BINFLOAT
+            push(struct.unpack_from(">d", data, pos)[0])
+            pos += 8
+        elif op == 0x51 and persistent:  # BINPERSID
+            pid = stack.pop()
+            if type(pid) is not tuple:
+                raise ValueError
+            spend()
+            push(Instance(PERSISTENT, pid))
+        elif op == 0x43 or op == 0x42:  # SHORT_BINBYTES, BINBYTES
+            size = data[pos] if op == 0x43 else u32(data, pos)[0]
+            pos += 1 if op == 0x43 else 4
+            push(data[pos : pos + size])
+            pos += size
+        elif op == 0x80:  # PROTO
+            if not 2 <= data[pos] <= 5:
+                raise _Refused(f"is a pickle of protocol {data[pos]}; torch writes 2 to 5")
+            pos += 1
+        elif op == 0x2E:  # STOP
+            (value,) = stack
+            return value
+        else:
+            raise _Refused(
+                f"uses pickle opcode 0x{op:02x}, which no checkpoint needs; "
+                "do not load it with torch either"
+            )
+
+
+def _check_key(key: Any) -> None:
+    """Refuses keys whose hash walks a structure (nested tuples can make that take for ever)."""
+    if type(key) is tuple:
+        if not all(type(part) in _ATOMS for part in key):
+            raise _Refused("has a nested tuple as a key; no checkpoint needs that")
+    elif type(key) not in _ATOMS:
+        raise ValueError
