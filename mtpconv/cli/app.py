@@ -1,0 +1,201 @@
+"""The typer application: every command with its options; work is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtpconv import __version__
+
+app = typer.Typer(
+    name="mtpconv",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "Convert checkpoints between HuggingFace and Megatron-Core without losing the MTP "
+        "module, and prove it.\n\n"
+        "Exit codes: 0 checked and right, 1 findings or refused, 2 usage, 3 could not read, "
+        "write or check, 70 internal error."
+    ),
+)
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+Mapping = Annotated[
+    Path | None, typer.Option("--mapping", help="Your own mapping table (docs/mapping.md).")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing DST.")]
+DropMtp = Annotated[
+    bool,
+    typer.Option("--drop-mtp", help="Leave MTP out on purpose; the written config then says 0."),
+]
+NoVerify = Annotated[
+    bool, typer.Option("--no-verify", help="Do not read the output back and compare it.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, write nothing, say what it needs.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mtpconv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    del version
+
+
+@app.command()
+def hf2mcore(
+    src: Annotated[Path, typer.Argument(help="HuggingFace folder (safetensors).")],
+    dst: Annotated[Path, typer.Argument(help="Folder to write; gets release/ and hf_source/.")],
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="How Megatron spells the model: training (default), local, canonical, or "
+            "dialect names joined by commas."
+        ),
+    ] = None,
+    iteration: Annotated[
+        int | None, typer.Option(min=0, help="Write iter_NNNNNNN/ instead of release/.")
+    ] = None,
+    mapping: Mapping = None,
+    drop_mtp: DropMtp = False,
+    overwrite: Overwrite = False,
+    no_verify: NoVerify = False,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert a HuggingFace folder to a Megatron-Core torch_dist checkpoint.
+
+    Every tensor is moved byte for byte, MTP included, then read back and compared.
+    """
+    from mtpconv.cli.convert import run_hf2mcore
+
+    run_hf2mcore(
+        src, dst, layout=layout, iteration=iteration, mapping=mapping, drop_mtp=drop_mtp,
+        overwrite=overwrite, verify=not no_verify, dry_run=dry_run, quiet=quiet,
+    )  # fmt: skip
+
+
+@app.command()
+def mcore2hf(
+    src: Annotated[Path, typer.Argument(help="torch_dist folder: parent, iter_* or release.")],
+    dst: Annotated[Path, typer.Argument(help="HuggingFace folder to write.")],
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where config, tokenizer and shard layout come from, if SRC has no hf_source/: "
+            "the original HuggingFace folder or a saved hf_source."
+        ),
+    ] = None,
+    mapping: Mapping = None,
+    drop_mtp: DropMtp = False,
+    overwrite: Overwrite = False,
+    no_verify: NoVerify = False,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert a Megatron-Core torch_dist checkpoint to a HuggingFace folder.
+
+    With unchanged weights the files are those of the original, byte for byte.
+    """
+    from mtpconv.cli.convert import run_mcore2hf
+
+    run_mcore2hf(
+        src, dst, like=like, mapping=mapping, drop_mtp=drop_mtp, overwrite=overwrite,
+        verify=not no_verify, dry_run=dry_run, quiet=quiet,
+    )  # fmt: skip
+
+
+@app.command()
+def roundtrip(
+    src: Annotated[Path, typer.Argument(help="HuggingFace folder.")],
+    layout: Annotated[str | None, typer.Option(help="As for hf2mcore.")] = None,
+    mapping: Mapping = None,
+    workdir: Annotated[
+        Path | None, typer.Option(help="Where the temporary copies go (default: TMPDIR).")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Convert to Megatron and back in a temporary place, audit the result and compare files."""
+    from mtpconv.cli.convert import run_roundtrip
+
+    run_roundtrip(src, layout=layout, mapping=mapping, workdir=workdir, quiet=quiet)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(help="config.json, or a checkpoint folder.")],
+    rows: Annotated[bool, typer.Option("--rows", help="Print every tensor.")] = False,
+    mapping: Mapping = None,
+) -> None:
+    """Show what a model must hold: tensors, parameters and bytes per region, MTP apart."""
+    from mtpconv.cli.plan import run_plan
+
+    run_plan(model, rows=rows, mapping=mapping)
+
+
+@app.command()
+def check(
+    table: Annotated[Path, typer.Argument(help="A mapping table, or a model_type.")],
+    config: Annotated[Path | None, typer.Option(help="config.json to expand it for.")] = None,
+    inventory: Annotated[
+        Path | None,
+        typer.Option(help="model.safetensors.index.json, manifest or folder to cover."),
+    ] = None,
+) -> None:
+    """Run the static rules over a mapping table; no weights are needed."""
+    from mtpconv.cli.plan import run_check
+
+    run_check(table, config=config, inventory=inventory)
+
+
+@app.command()
+def inventory(
+    checkpoint: Annotated[Path, typer.Argument(help="HuggingFace or torch_dist folder.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write the manifest.")
+    ] = None,
+    files: Annotated[
+        bool, typer.Option("--files", help="Also sha256 of every file, as sha256sum shows it.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a manifest: name, dtype, shape and BLAKE3 of every tensor, one root over all."""
+    from mtpconv.cli.audit import run_inventory
+
+    run_inventory(checkpoint, output=output, files=files, quiet=quiet)
+
+
+@app.command()
+def synth(
+    config: Annotated[Path, typer.Argument(help="config.json of the model to imitate.")],
+    dst: Annotated[Path, typer.Argument(help="HuggingFace folder to write.")],
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    shards: Annotated[int, typer.Option(min=1, help="Number of shards.")] = 4,
+    full_width: Annotated[
+        bool, typer.Option("--full-width", help="Keep the widths; beware of the size.")
+    ] = False,
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer trunk layers.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Fewer experts.")] = None,
+    mapping: Mapping = None,
+) -> None:
+    """Write a small random checkpoint with all tensor names of a model, to try things on."""
+    from mtpconv.cli.plan import run_synth
+
+    run_synth(
+        config, dst, seed=seed, shards=shards, full_width=full_width, layers=layers,
+        experts=experts, mapping=mapping,
+    )  # fmt: skip

@@ -1,0 +1,155 @@
+"""plan, check and synth as commands: everything that needs no weights."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from mtpconv.cli.terminal import human
+from mtpconv.errors import UnreadableError, UsageError
+from mtpconv.mapping.check import check
+from mtpconv.mapping.plan import Plan, make_plan
+from mtpconv.mapping.table import Table, find_table, parse_table, read_table
+from mtpconv.tensors import TensorSpec
+
+
+def run_plan(model: Path, *, rows: bool, mapping: Path | None) -> None:
+    """Print the expansion of a table for a model."""
+    plan = load_plan(model, mapping)
+    if rows:
+        for name, spec in plan.hf.items():
+            typer.echo(f"{plan.regions[name]}\t{name}\t{spec.dtype}\t{list(spec.shape)}")
+        return
+    geometry = plan.geometry
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for name, spec in plan.hf.items():
+        region = plan.regions[name]
+        label = f"mtp depth {region.index}" if region.kind == "mtp" else region.kind
+        for total in (counts[label], counts["total"]):
+            total[0] += 1
+            total[1] += spec.elements
+            total[2] += spec.nbytes
+    order = sorted(counts, key=lambda k: (k == "total", k.startswith("mtp"), k != "root", k))
+    typer.echo(
+        f"{geometry.model_type}: {geometry.layers} trunk layers, {geometry.depths} MTP depths, "
+        f"{geometry.experts} experts"
+    )
+    typer.echo(f"{'region':<14}{'tensors':>10}{'parameters':>20}{'bytes':>24}")
+    for label in order:
+        tensors, elements, nbytes = counts[label]
+        typer.echo(f"{label:<14}{tensors:>10,}{elements:>20,}{nbytes:>24,}")
+    if not geometry.depths:
+        field = geometry.mtp_field
+        typer.echo(f"MTP: none ({field} is {geometry.text[field]})" if field else "MTP: none promised")
+
+
+def run_check(table: Path, *, config: Path | None, inventory: Path | None) -> None:
+    """Run the static rules; exit 1 if one is broken."""
+    if inventory is not None and config is None:
+        raise UsageError("--inventory needs --config: which tensors there must be depends on it")
+    parsed = load_table(table)
+    faults = check(
+        parsed,
+        read_config(config) if config else None,
+        read_inventory(inventory) if inventory else None,
+    )
+    for fault in faults:
+        typer.echo(str(fault))
+    if faults:
+        raise typer.Exit(1)
+    given = "" if config is None else " for this config"
+    given += "" if inventory is None else ", and it covers the inventory"
+    typer.echo(f"{parsed.path.name}: no rule is broken{given}")
+
+
+def run_synth(
+    config: Path,
+    dst: Path,
+    *,
+    seed: int,
+    shards: int,
+    full_width: bool,
+    layers: int | None,
+    experts: int | None,
+    mapping: Path | None,
+) -> None:
+    """Write a small checkpoint."""
+    from mtpconv.geometry import EXPERT_FIELDS
+    from mtpconv.synth import shrink, synth
+
+    raw = read_config(config)
+    small = dict(raw) if full_width else shrink(raw)
+    if layers is not None:
+        small["num_hidden_layers"] = layers
+    for field in EXPERT_FIELDS:
+        if experts is not None and field in small:
+            small[field] = experts
+    if dst.exists() and any(dst.iterdir()):
+        raise UsageError(f"{dst}: exists and is not empty; name another folder")
+    table = read_table(mapping) if mapping else find_table(str(small.get("model_type")))
+    plan = make_plan(small, table)
+    synth(plan, dst, seed=seed, shards=shards)
+    total = sum(s.nbytes for s in plan.hf.values())
+    mtp = sum(r.kind == "mtp" for r in plan.regions.values())
+    typer.echo(f"synth: wrote {len(plan.hf):,} tensors ({mtp:,} MTP), {human(total)} to {dst}")
+
+
+def load_plan(model: Path, mapping: Path | None) -> Plan:
+    """The plan of a config.json or of a checkpoint folder (copies as its headers show)."""
+    present = None
+    if model.is_dir() and not (model / "config.json").is_file():
+        from mtpconv.store.source import find_source
+
+        source = find_source(model)
+        if source is None:
+            raise UnreadableError(f"{model}: has neither config.json nor hf_source/")
+        config: Mapping[str, Any] = source.config
+        present = source.names or None
+    elif model.is_dir():
+        config = read_config(model / "config.json")
+        if any(model.glob("*.safetensors")):
+            from mtpconv.store.hf import open_hf
+
+            present = open_hf(model, compare_duplicates=False).tensors
+    else:
+        config = read_config(model)
+    table = read_table(mapping) if mapping else find_table(str(config.get("model_type")))
+    return make_plan(config, table, present)
+
+
+def load_table(table: Path) -> Table:
+    """A table by path, or by model_type."""
+    return parse_table(table) if table.is_file() else find_table(str(table))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json as raw JSON. Raises: UnreadableError."""
+    from mtpconv.store.json_text import read_json
+
+    value = read_json(path).value
+    if not isinstance(value, dict):
+        raise UnreadableError(f"{path}: is not a JSON object")
+    return value
+
+
+def read_inventory(path: Path) -> Mapping[str, TensorSpec | None]:
+    """Names (and shapes where known) of an index, a manifest or a folder."""
+    if path.is_dir():
+        from mtpconv.store.hf import open_hf
+
+        return dict(open_hf(path, compare_duplicates=False).tensors)
+    try:
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UnreadableError(f"{path}: cannot be read: {error}") from error
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if isinstance(weight_map, dict):
+        return dict.fromkeys(weight_map)
+    from mtpconv.store.manifest import read_manifest
+
+    return dict(read_manifest(path).tensors)

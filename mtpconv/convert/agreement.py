@@ -1,0 +1,135 @@
+"""Config and tensors must agree before anything is written; MTP above all.
+
+Real converters lose MTP in silence because they ask one side only. Here the config says how
+many depths there are, the tensors say which are there, and any difference stops the command.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mtpconv.errors import RefusedError, UnsupportedError
+from mtpconv.geometry import MTP_FIELDS, Config, text_config
+from mtpconv.mapping.check import check_plan, is_left_out, layer_of, unmapped_message
+from mtpconv.mapping.plan import Plan, make_plan
+from mtpconv.mapping.table import Table
+from mtpconv.ranges import compress
+from mtpconv.tensors import TensorSpec
+
+DROP_HINT = "or pass --drop-mtp to leave MTP out (the written config then says 0)"
+
+
+def agreed_plan(
+    config: Config,
+    table: Table,
+    inventory: Mapping[str, TensorSpec],
+    *,
+    where: str,
+    drop_mtp: bool = False,
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of a checkpoint whose config and tensors agree, and the MTP names left out.
+
+    Without `drop_mtp` the second value is empty. `where` names the checkpoint in messages.
+
+    Raises: RefusedError naming what is missing, unmapped or promised in vain.
+    """
+    refuse_quantised(config, inventory, where)
+    plan = make_plan(config, table, inventory)
+    faults = check_plan(plan)
+    if faults:
+        raise RefusedError(str(faults[0]))
+    dropped: tuple[str, ...] = ()
+    if drop_mtp:
+        dropped = tuple(n for n in inventory if is_mtp_name(plan, n))
+        plan = make_plan(config, table, inventory, depths=0)
+        inventory = {n: s for n, s in inventory.items() if n not in set(dropped)}
+    else:
+        require_mtp(plan, inventory, where)
+    unmapped = [n for n in inventory if n not in plan.hf and not is_left_out(table, n)]
+    if unmapped:
+        hint = "; correct the config, " + DROP_HINT if "MTP lives" in (
+            text := unmapped_message(plan, unmapped)
+        ) else "; nothing is converted, so that nothing is lost"
+        raise RefusedError(f"{where}: M05 {text}{hint}")
+    absent = [n for n in plan.hf if n not in inventory]
+    if absent:
+        raise RefusedError(
+            f"{where}: M06 {len(absent)} tensors are missing: {compress(absent, 4)}; "
+            "fetch the shards that hold them"
+        )
+    for name, spec in inventory.items():
+        wanted = plan.hf.get(name)
+        if wanted is not None and spec.shape != wanted.shape:
+            raise RefusedError(
+                f"{where}: M17 {name} has shape {list(spec.shape)}, "
+                f"config.json makes it {list(wanted.shape)}; one of them is wrong"
+            )
+    return plan, dropped
+
+
+def require_mtp(plan: Plan, names: Collection[str], where: str) -> None:
+    """Every MTP depth that the config promises is there, whole.
+
+    Raises: RefusedError.
+    """
+    geometry = plan.geometry
+    field = geometry.mtp_field or "the family"
+    for depth in range(geometry.depths):
+        wanted = [
+            n for n, r in plan.regions.items() if r.kind == "mtp" and r.index == depth
+        ]
+        absent = [n for n in wanted if n not in names]
+        if not absent:
+            continue
+        promise = f"{field} = {geometry.depths} promises MTP depth {depth}"
+        if len(absent) == len(wanted):
+            raise RefusedError(
+                f"{where}: {promise}, and all of its {len(wanted)} tensors are missing: "
+                f"{compress(absent, 2)}; fetch the shards that hold them, {DROP_HINT}"
+            )
+        raise RefusedError(
+            f"{where}: {promise}, and {len(absent)} of its {len(wanted)} tensors are missing: "
+            f"{compress(absent, 4)}; fetch the shards that hold them, {DROP_HINT}"
+        )
+
+
+def is_mtp_name(plan: Plan, name: str) -> bool:
+    """True for the HF names of MTP, promised by the config or not."""
+    region = plan.regions.get(name)
+    if region is not None:
+        return region.kind == "mtp"
+    layer = layer_of(name)
+    if layer is not None and name.startswith("model.layers."):
+        return layer >= plan.geometry.layers
+    return name.startswith(("mtp.", "model.mtp"))
+
+
+def refuse_quantised(config: Config, inventory: Mapping[str, TensorSpec], where: str) -> None:
+    """Quantised sources need dequantising, which is no permutation of bytes.
+
+    Raises: UnsupportedError naming the format.
+    """
+    quantised = config.get("quantization_config", text_config(config).get("quantization_config"))
+    scales = [n for n in inventory if n.endswith(("_scale_inv", "_scale", "_scale_2"))]
+    if not quantised and not scales:
+        return
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+    sample = f"; {len(scales)} scale tensors, first {scales[0]}" if scales else ""
+    raise UnsupportedError(
+        f"{where}: is quantised ({method or 'unknown method'}{sample}); "
+        "convert the BF16 release, the audit works on this one"
+    )
+
+
+def config_without_mtp(config: Mapping[str, Any]) -> bytes:
+    """The config with every field that promises MTP set to 0."""
+
+    def cleared(value: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            k: 0 if k in MTP_FIELDS else cleared(v) if isinstance(v, Mapping) else v
+            for k, v in value.items()
+        }
+
+    return (json.dumps(cleared(config), indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,31 @@
+"""What a conversion did, as a value for reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Counts and remarks of one finished (or, with `dry_run`, only planned) conversion."""
+
+    direction: str
+    source: Path
+    target: Path
+    model_type: str
+    tensors: int
+    nbytes: int
+    mtp_depths: int
+    mtp_tensors: int
+    layout: str
+    disk: int
+    memory: int
+    seconds: float = 0.0
+    verified: bool = False
+    dry_run: bool = False
+    #: tensors whose digest equals the manifest that travelled along, None without one
+    unchanged: int | None = None
+    carried: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    files: tuple[str, ...] = field(default_factory=tuple)

@@ -1,0 +1,45 @@
+"""Reading back what was written and comparing digests with what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mtpconv.errors import RefusedError
+from mtpconv.progress import Progress
+from mtpconv.ranges import compress
+from mtpconv.store.checkpoint import Checkpoint
+from mtpconv.store.content import Pieced
+from mtpconv.store.manifest import digest_tensors
+from mtpconv.tensors import TensorSpec
+
+
+def verify_digests(
+    written: Checkpoint | Pieced,
+    specs: Mapping[str, TensorSpec],
+    digests: Mapping[str, str],
+    progress: Progress,
+) -> None:
+    """Compare names, dtypes, shapes and digests of the output with those of the source.
+
+    Raises: RefusedError naming the tensors that differ; the output is then not kept.
+    """
+    progress.begin("verify", sum(s.nbytes for s in specs.values()))
+    absent = [n for n in specs if n not in written.tensors]
+    extra = [n for n in written.tensors if n not in specs]
+    wrong = [n for n, s in specs.items() if n in written.tensors and written.tensors[n] != s]
+    for what, names in (("are missing", absent), ("are new", extra), ("have other shapes", wrong)):
+        if names:
+            raise RefusedError(
+                f"verification: {len(names)} tensors {what} in the output: {compress(names, 4)}; "
+                "nothing was kept, please report this"
+            )
+    bad = [
+        name
+        for name, digest in digest_tensors(written, list(specs), progress.advance)
+        if digest != digests[name]
+    ]
+    if bad:
+        raise RefusedError(
+            f"verification: {len(bad)} tensors read back differ from what was read: "
+            f"{compress(bad, 4)}; nothing was kept, check disk and memory"
+        )

@@ -1,0 +1,250 @@
+"""A torch_dist checkpoint seen under HF names, tensor by tensor, without converting anything.
+
+The audit across formats, the export and the verification all read the Megatron side through
+this view; there is no other code that goes from Megatron to HF.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mtpconv.mapping.layouts import Address, Layout, detect_layout
+from mtpconv.mapping.ops import Move, ShapeError
+from mtpconv.mapping.plan import Plan, Step, padded
+from mtpconv.ranges import compress
+from mtpconv.store.checkpoint import Checkpoint, Chunk, Problem
+from mtpconv.store.content import Files, Piece, blocks_of, pieces
+from mtpconv.tensors import Box, TensorSpec
+
+
+class HfView:
+    """The HF tensors that a torch_dist checkpoint holds under a plan.
+
+    `tensors` has every HF name whose Megatron tensor is there with the right shape; what is
+    not is in `missing`, sharded keys that no step names are in `unmapped`, and what is wrong
+    otherwise is in `problems`. `carried` supplies tensors that Megatron has no place for.
+    """
+
+    format = "torch_dist"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        layout: Layout | None = None,
+        carried: Checkpoint | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.plan = plan
+        self.layout = layout or detect_layout(plan, checkpoint.tensors.keys())
+        self.tensors: dict[str, TensorSpec] = {}
+        self.problems: list[Problem] = list(checkpoint.problems)
+        self._steps: dict[str, list[tuple[Step, int]]] = {}
+        self._addresses: dict[str, Address] = {}
+        self._aliases: dict[str, str] = {}
+        self._carried = carried
+        self._chunks = _ChunkIndex(checkpoint)
+        self._place_steps()
+        self._place_rest()
+
+    @property
+    def path(self) -> Path:
+        """The folder the user named."""
+        return self.checkpoint.path
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        """Never answers: HF tensors are cut out of chunks; ask for `pieces`."""
+        raise NotImplementedError(name)
+
+    def pieces(self, name: str) -> Sequence[Piece]:
+        """Where the bytes of an HF tensor lie in the Megatron checkpoint."""
+        alias = self._aliases.get(name)
+        if alias is not None:
+            return self.pieces(alias)
+        if name not in self._steps and self._carried is not None:
+            return pieces(self._carried, name)
+        found: list[Piece] = []
+        for step, operand in self._steps[name]:
+            address = self._addresses[step.key]
+            for move in step.op.moves([s.shape for s in step.specs]):
+                if move.operand == operand:
+                    found += self._move_pieces(move, address)
+        return found
+
+    def nonzero_padding(self) -> Iterator[tuple[str, int]]:
+        """HF names whose Megatron tensor has padding rows that are not zero, with their number.
+
+        Padding is cut on export; rows that hold numbers were trained and must not vanish.
+        """
+        with Files() as files:
+            for step in self._padded_steps():
+                address = self._addresses[step.key]
+                spec, first = step.specs[0], step.specs[0].shape[0]
+                rows = step.shape[0] - first
+                box = Box((first, *(0 for _ in spec.shape[1:])), (rows, *spec.shape[1:]))
+                whole = Box.whole((rows, *spec.shape[1:]))
+                parts = self._move_pieces(Move(0, whole, box), address)
+                padding = TensorSpec(spec.dtype, whole.sizes)
+                if any(np.frombuffer(b, "u1").any() for b in blocks_of(padding, parts, files)):
+                    yield step.hf[0], rows
+
+    def _padded_steps(self) -> Iterator[Step]:
+        seen = set()
+        for entries in self._steps.values():
+            for step, _ in entries:
+                if step.op.name == "pad_rows" and step.key not in seen:
+                    seen.add(step.key)
+                    if step.shape != step.specs[0].shape:
+                        yield step
+
+    def _place_steps(self) -> None:
+        stored = self.checkpoint.tensors
+        used: set[str] = set()
+        parts: dict[str, int] = {}
+        missing: dict[str, None] = {}
+        for planned in self.plan.steps:
+            address = self.layout.address(planned.key, self.plan.geometry)
+            spec = stored.get(address.key)
+            if spec is None:
+                missing.update(dict.fromkeys(planned.hf))
+                continue
+            used.add(address.key)
+            step = _fitted(planned, spec, address)
+            if step is None:
+                self._misshaped(planned, spec, address)
+                continue
+            self._addresses[step.key] = address
+            for operand, name in enumerate(step.hf):
+                self._steps.setdefault(name, []).append((step, operand))
+                if step.op.name == "slice":
+                    parts[name] = parts.get(name, 0) + 1
+                self.tensors[name] = TensorSpec(spec.dtype, step.specs[operand].shape)
+        for name, count in parts.items():
+            if count != self.tensors[name].shape[0]:
+                del self.tensors[name]
+                missing[name] = None
+        self.missing = list(missing)
+        self.unmapped = [key for key in stored if key not in used]
+
+    def _place_rest(self) -> None:
+        for copy in self.plan.copies:
+            if self._carried is not None and copy.hf in self._carried.tensors:
+                continue
+            if copy.of in self.tensors:
+                self._aliases[copy.hf] = copy.of
+                self.tensors[copy.hf] = self.tensors[copy.of]
+            else:
+                self.missing.append(copy.hf)
+        if self._carried is not None:
+            self.tensors.update(self._carried.tensors)
+
+    def _misshaped(self, step: Step, spec: TensorSpec, address: Address) -> None:
+        wanted = (*address.lead, *step.shape)
+        for name in step.hf:
+            self.problems.append(
+                Problem(
+                    "shape_mismatch",
+                    f"{address.key}: shape {list(spec.shape)}, config makes it {list(wanted)}",
+                    tensor=name,
+                )
+            )
+
+    def _move_pieces(self, move: Move, address: Address) -> Iterator[Piece]:
+        rank = len(address.index)
+        whole = Box(
+            (*address.index, *move.mcore.offsets), (*(1 for _ in range(rank)), *move.mcore.sizes)
+        )
+        for chunk in self._chunks.near(address.key, address.index):
+            inside = chunk.box.intersect(whole)
+            if inside is None:
+                continue
+            in_chunk = Box(
+                tuple(a - b for a, b in zip(inside.offsets, chunk.box.offsets, strict=True)),
+                inside.sizes,
+            )
+            box = _sub_box(move, Box(inside.offsets[rank:], inside.sizes[rank:]))
+            yield Piece(box, chunk.file, chunk.start, chunk.box.sizes, in_chunk, move.swap)
+
+
+class _ChunkIndex:
+    """Chunks of a key by their leading offsets: 256 experts must not cost 256 x 256 steps."""
+
+    def __init__(self, checkpoint: Checkpoint, keep: int = 4) -> None:
+        self._checkpoint = checkpoint
+        self._keep = keep
+        self._known: OrderedDict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = (
+            OrderedDict()
+        )
+
+    def near(self, key: str, index: tuple[int, ...]) -> Sequence[Chunk]:
+        """Chunks that may hold entry `index` of the leading axes."""
+        known = self._known.get((key, len(index)))
+        if known is None:
+            known = {}
+            for chunk in self._checkpoint.chunks(key):
+                lead = chunk.box.sizes[: len(index)]
+                # A chunk that spans several entries is filed under each of them.
+                at = chunk.box.offsets[: len(index)]
+                for spot in np.ndindex(*lead):
+                    place = tuple(a + int(b) for a, b in zip(at, spot, strict=True))
+                    known.setdefault(place, []).append(chunk)
+            self._known[key, len(index)] = known
+            while len(self._known) > self._keep:
+                self._known.popitem(last=False)
+        return known.get(index, ())
+
+
+def _fitted(step: Step, spec: TensorSpec, address: Address) -> Step | None:
+    """The step with its shape as stored (padding rows), None if it does not fit."""
+    rank = len(address.lead)
+    if spec.shape[:rank] != address.lead:
+        return None
+    stored = spec.shape[rank:]
+    if stored == step.shape:
+        return step
+    if step.op.name == "pad_rows" and stored and stored[1:] == step.shape[1:]:
+        try:
+            grown = padded(step, stored[0])
+            return grown if grown.shape == stored else None
+        except ShapeError:
+            return None
+    return None
+
+
+def _sub_box(move: Move, inside: Box) -> Box:
+    """The part of the move's HF box that corresponds to a part of its Megatron box."""
+    shift = [a - b for a, b in zip(inside.offsets, move.mcore.offsets, strict=True)]
+    sizes = list(inside.sizes)
+    if move.swap:
+        shift[-2:] = shift[:-3:-1]
+        sizes[-2:] = sizes[:-3:-1]
+        full = [move.mcore.sizes[i] for i in range(len(shift))]
+        full[-2:] = full[:-3:-1]
+    else:
+        full = list(move.mcore.sizes)
+    # Axes of size 1 may stand on one side only; the others correspond in order.
+    parts = [(s, n) for s, n, f in zip(shift, sizes, full, strict=True) if f != 1]
+    offsets, lengths, at = [], [], 0
+    for offset, size in zip(move.hf.offsets, move.hf.sizes, strict=True):
+        if size == 1:
+            offsets.append(offset)
+            lengths.append(1)
+        else:
+            offsets.append(offset + parts[at][0])
+            lengths.append(parts[at][1])
+            at += 1
+    return Box(tuple(offsets), tuple(lengths))
+
+
+def describe_missing(view: HfView, names: Collection[str]) -> str:
+    """One line that says which HF tensors the Megatron checkpoint lacks."""
+    regions: Mapping[str, object] = view.plan.regions
+    mtp = sum(getattr(regions.get(n), "kind", "") == "mtp" for n in names)
+    text = f"{view.path}: {len(names)} HF tensors have no Megatron tensor"
+    if mtp:
+        text += f" ({mtp} of them MTP)"
+    return f"{text}: {compress(names, 4)}"
