@@ -89,6 +89,8 @@ class Report:
     after: Side
     model_type: str | None = None
     switches: tuple[str, ...] = ()
+    #: kinds of findings that were looked for, so that a report can say what was found right
+    checked: tuple[str, ...] = ()
     #: state of every tensor seen on either side: identical, changed, missing, extra, ...
     states: Mapping[str, str] = field(default_factory=dict)
     regions: Mapping[str, Region] = field(default_factory=dict)
