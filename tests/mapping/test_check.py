@@ -1,0 +1,128 @@
+"""Static rules: each one turns red when it must; mutated tables are caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mtpconv.mapping.check import RULES, check, check_inventory, check_plan, check_table
+from mtpconv.mapping.plan import make_plan
+from mtpconv.mapping.table import Row, Stack, Table, Use, find_table, table_names
+from mtpconv.tensors import TensorSpec
+from tests.mapping.toy import config
+
+
+def codes(faults: Any) -> set[str]:
+    return {f.code for f in faults}
+
+
+@pytest.mark.parametrize("name", table_names())
+def test_shipped_tables_break_no_rule(name: str) -> None:
+    assert [str(f) for f in check_table(find_table(name))] == []
+
+
+def edited(table: Table, block: str, rows: tuple[Row, ...]) -> Table:
+    return replace(table, blocks={**table.blocks, block: rows})
+
+
+def test_crossed_enorm_and_hnorm_are_seen_statically() -> None:
+    table = find_table("glm_moe_dsa")
+    rows = table.blocks["mtp_glue"]
+    swapped = tuple(
+        replace(r, hf=({"enorm.weight": "hnorm.weight", "hnorm.weight": "enorm.weight"}[r.key],))
+        if r.key in ("enorm.weight", "hnorm.weight")
+        else r
+        for r in rows
+    )
+    faults = check_table(edited(table, "mtp_glue", swapped))
+    assert codes(faults) == {"M14"}
+    assert len(faults) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        (Row("mtp_glue", "x.{layer}.weight", "copy", ("enorm.weight",), "t:1"), "M04"),
+        (Row("mtp_glue", "x.{expert}.weight", "copy", ("enorm.weight",), "t:1"), "M04"),
+        (Row("mtp_glue", "x.weight", "copy", ("no_shape.weight",), "t:1"), "M15"),
+    ],
+)
+def test_bad_rows(row: Row, code: str) -> None:
+    table = find_table("glm_moe_dsa")
+    assert code in codes(check_table(edited(table, "mtp_glue", (*table.blocks["mtp_glue"], row))))
+
+
+def test_unknown_and_unused_blocks() -> None:
+    table = find_table("glm_moe_dsa")
+    stack = replace(table.stacks[0], use=(Use("root"), Use("nowhere")))
+    assert codes(check_table(replace(table, stacks=(stack, *table.stacks[1:])))) == {"M07"}
+    own = Row("mine", "x.weight", "copy", ("enorm.weight",), f"{table.path.name}:9")
+    assert codes(check_table(edited(table, "mine", (own,)))) == {"M07"}
+
+
+def test_a_stack_that_ignores_its_placeholder_writes_every_layer_to_one_place() -> None:
+    table = find_table("glm_moe_dsa")
+    stack = Stack("layer in trunk", "decoder.", "model.layers.{layer}.", table.stacks[1].use, "t:1")
+    broken = replace(table, stacks=(table.stacks[0], stack, *table.stacks[2:]))
+    assert "M04" in codes(check_table(broken))
+    assert "M08" in codes(check_plan(make_plan(config(), broken)))
+
+
+def test_plan_rules_see_double_consumption_and_broken_shapes() -> None:
+    table = find_table("glm_moe_dsa")
+    rows = table.blocks["mtp_glue"]
+    twice = Row("mtp_glue", "again.weight", "copy", ("enorm.weight",), "t:1")
+    plan = make_plan(config(), edited(table, "mtp_glue", (*rows, twice)))
+    assert codes(check_plan(plan)) == {"M09"}
+    odd = Row("mtp_glue", "odd.weight", "concat", ("enorm.weight", "eh_proj.weight"), "t:1")
+    plan = make_plan(config(), edited(table, "mtp_glue", (odd,)))
+    assert "M10" in codes(check_plan(plan))
+
+
+def test_config_that_promises_mtp_needs_a_stack_for_it() -> None:
+    table = find_table("glm_moe_dsa")
+    trunk_only = replace(table, stacks=table.stacks[:2])
+    assert codes(check_plan(make_plan(config(), trunk_only))) == {"M13"}
+    assert check_plan(make_plan(config(num_nextn_predict_layers=0), trunk_only)) == []
+
+
+def test_inventory_rules_name_both_directions() -> None:
+    plan = make_plan(config(), find_table("glm_moe_dsa"))
+    whole = dict(plan.hf)
+    assert check_inventory(plan, whole) == []
+    without = {n: s for n, s in whole.items() if "enorm" not in n}
+    (fault,) = check_inventory(plan, without)
+    assert fault.code == "M06"
+    assert "model.layers.3.enorm.weight" in fault.message
+    (fault,) = check_inventory(plan, {**whole, "model.layers.4.enorm.weight": None})
+    assert fault.code == "M05"
+    assert "where MTP lives" in fault.message
+    bent = {**whole, "model.norm.weight": TensorSpec("BF16", (7,))}
+    assert codes(check_inventory(plan, bent)) == {"M17"}
+
+
+def test_check_runs_everything_at_once() -> None:
+    table = find_table("glm_moe_dsa")
+    plan = make_plan(config(), table)
+    assert check(table, config(), plan.hf) == []
+    assert codes(check(table, {"model_type": "glm_moe_dsa"})) == {"M01"}
+
+
+def test_codes_are_documented_in_rules() -> None:
+    assert sorted(RULES) == [f"M{i:02d}" for i in range(1, len(RULES) + 1)]
+
+
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v3"])
+def test_mutation_deleting_any_row_leaves_a_tensor_unmapped(name: str) -> None:
+    """Deleting a row must be caught by coverage, for every row that the model uses."""
+    table = find_table(name)
+    whole = make_plan(config(name), table)
+    used = {(s.row.block, s.row.key) for s in whole.steps}
+    assert len(used) >= 25
+    for block, key in sorted(used):
+        rows = tuple(r for r in table.blocks[block] if r.key != key)
+        plan = make_plan(config(name), edited(table, block, rows))
+        faults = check_inventory(plan, whole.hf)
+        assert "M05" in codes(faults), f"deleting {block}/{key} went unnoticed"

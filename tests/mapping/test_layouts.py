@@ -1,0 +1,72 @@
+"""Layouts: injective respellings, recognised from the keys alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from mtpconv.errors import UsageError
+from mtpconv.mapping.layouts import (
+    DIALECTS,
+    addresses,
+    detect_layout,
+    layout_of,
+    training_layout,
+)
+from mtpconv.mapping.plan import make_plan
+from mtpconv.mapping.table import find_table
+from tests.mapping.toy import config, configs
+
+COMBINATIONS = [
+    names
+    for size in range(len(DIALECTS) + 1)
+    # local_spec_gqa respells nothing that this family keeps apart.
+    for names in itertools.combinations([d for d in DIALECTS if d != "local_spec_gqa"], size)
+]
+
+
+@given(configs())
+def test_law_layouts_are_injective_and_recognised(raw: dict[str, Any]) -> None:
+    plan = make_plan(raw, find_table(raw["model_type"]))
+    local = ("local_spec_mla",)
+    for names in ((), ("stacked_experts",), local, ("stacked_experts", "mtp_model_layer")):
+        layout = layout_of(names)
+        spots = addresses(plan, layout)
+        assert len(set(spots)) == len(plan.steps)
+        keys = {a.key for a in spots}
+        found = detect_layout(plan, keys)
+        assert addresses(plan, found) == spots
+
+
+@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
+def test_every_combination_of_dialects_is_recognised(names: tuple[str, ...]) -> None:
+    raw = config("deepseek_v3", first_k_dense_replace=0)
+    plan = make_plan(raw, find_table("deepseek_v3"))
+    spots = addresses(plan, layout_of(names))
+    assert addresses(plan, detect_layout(plan, {a.key for a in spots})) == spots
+
+
+def test_training_layout_stacks_layers_only_if_all_are_alike() -> None:
+    table = find_table("deepseek_v3")
+    mixed = training_layout(make_plan(config("deepseek_v3"), table))
+    alike = training_layout(make_plan(config("deepseek_v3", first_k_dense_replace=0), table))
+    assert mixed.name == "stacked_experts"
+    assert alike.name == "stacked_layers+stacked_experts"
+
+
+def test_stacked_layers_and_experts_become_two_leading_axes() -> None:
+    plan = make_plan(config("deepseek_v3", first_k_dense_replace=0), find_table("deepseek_v3"))
+    layout = layout_of(["stacked_layers", "stacked_experts"])
+    spot = layout.address("decoder.layers.2.mlp.experts.experts.3.linear_fc1.weight", plan.geometry)
+    assert spot.key == "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    assert (spot.index, spot.lead) == ((2, 3), (3, 4))
+    mtp = layout.address("mtp.layers.0.transformer_layer.input_layernorm.weight", plan.geometry)
+    assert (mtp.index, mtp.lead) == ((), ())
+
+
+def test_an_unknown_layout_names_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="stacked_experts"):
+        layout_of(["sideways"])
