@@ -17,11 +17,11 @@ from mtpconv.errors import RefusedError, UnsupportedError
 Config = Mapping[str, Any]
 
 #: Config fields that promise MTP depths, in the order in which they are looked for.
-#: Source: families.md section 1; transformers 5.24 `num_mtp_layers` is an alias.
+#: Source: families.md section 1; transformers 5.24 `num_mtp_layers` is an alias. MiniMax's
+#: `num_mtp_modules` is left out: its releases say 3 and ship no MTP tensor.
 MTP_FIELDS = (
     "num_nextn_predict_layers",
     "mtp_num_hidden_layers",
-    "num_mtp_modules",
     "num_mtp_layers",
     "mtp_num_layers",
 )
@@ -30,6 +30,9 @@ MTP_FIELDS = (
 EXPERT_FIELDS = (
     "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts",
 )  # fmt: skip
+
+#: Spellings of the number of shared experts.
+SHARED_FIELDS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 #: transformers dtype names to safetensors ones.
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
@@ -55,7 +58,7 @@ class Geometry:
 
     @cached_property
     def dtype(self) -> str:
-        """safetensors name of the dtype the config names; BF16 if it names none."""
+        """The safetensors name of the dtype the config names; BF16 if it names none."""
         named = self.text.get("dtype", self.text.get("torch_dtype"))
         if named is None:
             named = self.config.get("dtype", self.config.get("torch_dtype", "bfloat16"))
@@ -66,32 +69,34 @@ class Geometry:
             )
         return dtype
 
-    def dim(self, expression: str) -> int:
+    def dim(self, expression: str, layer: int = 0) -> int:
         """Value of a dim: a sum of products of integers, config fields and derived dims.
 
-        Raises: RefusedError if the config lacks a field that the expression names.
+        Depends on the layer only through `is_sliding`: sliding-window layers may have heads of
+        their own. Raises: RefusedError if the config lacks a field that the expression names.
         """
-        cached = self._dims.get(expression)
+        key = (expression, self.is_sliding(layer))
+        cached = self._dims.get(key)
         if cached is None:
             cached = 0
             for term in expression.split("+"):
                 product = 1
                 for name in term.split("*"):
-                    product *= self._atom(name.strip())
+                    product *= self._atom(name.strip(), layer)
                 cached += product
-            self._dims[expression] = cached
+            self._dims[key] = cached
         return cached
 
     @cached_property
-    def _dims(self) -> dict[str, int]:
+    def _dims(self) -> dict[tuple[str, bool], int]:
         return {}
 
-    def _atom(self, name: str) -> int:
+    def _atom(self, name: str, layer: int) -> int:
         if name.isdigit():
             return int(name)
         derived = _DERIVED.get(name)
         if derived is not None:
-            return derived(self)
+            return derived(self, layer)
         return require_int(self.text, name, self.model_type)
 
     def fact(self, name: str, layer: int) -> bool:
@@ -104,6 +109,13 @@ class Geometry:
     def is_mtp(self, layer: int) -> bool:
         """True for the layer numbers of MTP depths."""
         return layer >= self.layers
+
+    def is_sliding(self, layer: int) -> bool:
+        """True for layers with sliding-window attention."""
+        pattern = self.text.get("hybrid_layer_pattern")
+        if isinstance(pattern, list):  # MiMo-V2: 1 is sliding; all its MTP depths are
+            return self.is_mtp(layer) or (layer < len(pattern) and pattern[layer] == 1)
+        return bool(_listed(self, "layer_types", layer) == "sliding_attention")
 
 
 def read_geometry(config: Config, mtp_default: int | None = None) -> Geometry:
@@ -118,7 +130,7 @@ def read_geometry(config: Config, mtp_default: int | None = None) -> Geometry:
     if not isinstance(model_type, str) or not model_type:
         raise RefusedError("config.json: no model_type; mtpconv cannot know the architecture")
     text = text_config(config)
-    layers = require_int(text, "num_hidden_layers", model_type)
+    layers = _layers(text, model_type)
     field = next((f for f in MTP_FIELDS if f in text), None)
     if field is None:
         depths = mtp_default or 0
@@ -136,11 +148,21 @@ def read_geometry(config: Config, mtp_default: int | None = None) -> Geometry:
     )
 
 
+def _layers(text: Config, model_type: str) -> int:
+    for field in ("hybrid_override_pattern", "layers_block_type"):  # Nemotron-H
+        pattern = text.get(field)
+        if isinstance(pattern, str | list):
+            return len(pattern)
+    only = "num_layers" in text and "num_hidden_layers" not in text  # LongCat
+    named = "num_layers" if only else "num_hidden_layers"
+    return require_int(text, named, model_type)
+
+
 def text_config(config: Config) -> Config:
     """The part of a config that describes the decoder."""
     for name in ("text_config", "llm_config", "language_config"):
         inner = config.get(name)
-        if isinstance(inner, Mapping) and "num_hidden_layers" in inner:
+        if isinstance(inner, Mapping) and ("num_hidden_layers" in inner or "num_layers" in inner):
             return inner
     return config
 
@@ -162,10 +184,10 @@ def require_int(config: Config, name: str, model_type: str) -> int:
     return value
 
 
-def _head_dim(g: Geometry) -> int:
-    explicit = g.text.get("head_dim")
+def _head_dim(g: Geometry, layer: int) -> int:
+    explicit = _of_layer(g, layer, "head_dim")
     if explicit is not None:
-        return require_int(g.text, "head_dim", g.model_type)
+        return explicit
     heads = require_int(g.text, "num_attention_heads", g.model_type)
     hidden = require_int(g.text, "hidden_size", g.model_type)
     if not heads or hidden % heads:
@@ -176,16 +198,62 @@ def _head_dim(g: Geometry) -> int:
     return hidden // heads
 
 
-def _key_value_heads(g: Geometry) -> int:
+#: Where configs say what sliding-window layers have of their own: MiMo-V2 in fields with a
+#: prefix, Step-3.5 in a section.
+_SLIDING_PREFIX = "swa_"
+_SLIDING_SECTION = "attention_other_setting"
+
+
+def _of_layer(g: Geometry, layer: int, *fields: str) -> int | None:
+    """The first of these fields that the config sets, for this kind of layer; None if none."""
+    if g.is_sliding(layer):
+        other = g.text.get(_SLIDING_SECTION)
+        for field in fields:
+            if isinstance(other, Mapping) and field in other:
+                return require_int(other, field, g.model_type)
+            if g.text.get(_SLIDING_PREFIX + field) is not None:
+                return require_int(g.text, _SLIDING_PREFIX + field, g.model_type)
+    named = next((f for f in fields if g.text.get(f) is not None), None)
+    return None if named is None else require_int(g.text, named, g.model_type)
+
+
+def _heads(g: Geometry, layer: int) -> int:
+    heads = _of_layer(g, layer, "num_attention_heads")
+    return require_int(g.text, "num_attention_heads", g.model_type) if heads is None else heads
+
+
+def _key_value_heads(g: Geometry, layer: int) -> int:
     """Query groups; a config without the field has one per head."""
-    named = "num_key_value_heads" if g.text.get("num_key_value_heads") else "num_attention_heads"
-    return require_int(g.text, named, g.model_type)
+    groups = _of_layer(g, layer, "num_key_value_heads", "num_attention_groups")
+    return _heads(g, layer) if groups is None else groups
 
 
-_DERIVED: Mapping[str, Callable[[Geometry], int]] = {
+def _value_head_dim(g: Geometry, layer: int) -> int:
+    explicit = _of_layer(g, layer, "v_head_dim")
+    return _head_dim(g, layer) if explicit is None else explicit
+
+
+def _shared_width(g: Geometry, layer: int) -> int:
+    """Rows of the shared expert: all shared experts side by side."""
+    width = _of_layer(
+        g, layer, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+        "share_expert_dim", "share_expert_dims",
+    )  # fmt: skip
+    if width is not None:
+        return width
+    count = next((f for f in SHARED_FIELDS if g.text.get(f) is not None), SHARED_FIELDS[0])
+    return require_int(g.text, count, g.model_type) * require_int(
+        g.text, "moe_intermediate_size", g.model_type
+    )
+
+
+_DERIVED: Mapping[str, Callable[[Geometry, int], int]] = {
     "head_dim": _head_dim,
+    "v_head_dim": _value_head_dim,
+    "num_attention_heads": _heads,
     "num_key_value_heads": _key_value_heads,
-    "experts": lambda g: g.experts,
+    "experts": lambda g, layer: g.experts,
+    "shared_experts_width": _shared_width,
 }
 
 
@@ -198,18 +266,75 @@ def _listed(g: Geometry, field: str, layer: int) -> Any:
 
 
 def _is_moe(g: Geometry, layer: int) -> bool:
+    """MoE or dense; for MTP layers meant for families whose MTP block is like the trunk's."""
     if not g.experts:
         return False
     kind = _listed(g, "mlp_layer_types", layer)
     if kind is not None:
         return bool(kind != "dense")
-    dense = g.text.get("first_k_dense_replace") or 0
     frequency = g.text.get("moe_layer_freq") or 1
     if isinstance(frequency, list):
         return bool(frequency[layer]) if layer < len(frequency) else True
     if g.is_mtp(layer):
         return True
-    return layer >= dense and layer % frequency == 0
+    for rule in (_moe_by_enumeration, _moe_by_sparse_step, _moe_by_range):
+        known = rule(g, layer)
+        if known is not None:
+            return known
+    return layer >= (g.text.get("first_k_dense_replace") or 0) and layer % frequency == 0
+
+
+def _moe_by_enumeration(g: Geometry, layer: int) -> bool | None:
+    named = g.text.get("moe_layers_enum")  # Step-3.5: "3,4,5,..."
+    if named is None:
+        return None
+    return str(layer) in (named.split(",") if isinstance(named, str) else map(str, named))
+
+
+def _moe_by_sparse_step(g: Geometry, layer: int) -> bool | None:
+    if "decoder_sparse_step" not in g.text and "mlp_only_layers" not in g.text:  # Qwen
+        return None
+    step = g.text.get("decoder_sparse_step") or 1
+    return layer not in (g.text.get("mlp_only_layers") or ()) and (layer + 1) % step == 0
+
+
+def _moe_by_range(g: Geometry, layer: int) -> bool | None:
+    if "moe_layer_start_index" not in g.text:  # ERNIE; transformers 5.24 modeling_ernie4_5_moe.py
+        return None
+    start, end = g.text["moe_layer_start_index"], g.text.get("moe_layer_end_index", -1)
+    interval = g.text.get("moe_layer_interval") or 1
+    inside = start <= layer <= (g.layers - 1 if end == -1 else end)
+    return bool(inside and (layer + 1) % interval == 0)
+
+
+def _is_linear(g: Geometry, layer: int) -> bool:
+    """Linear attention (gated delta net); MTP blocks never have it."""
+    if g.is_mtp(layer):
+        return False
+    kind = _listed(g, "layer_types", layer)
+    if kind is not None:
+        return bool(kind == "linear_attention")
+    interval = g.text.get("full_attention_interval")
+    return isinstance(interval, int) and interval > 0 and (layer + 1) % interval != 0
+
+
+#: Nemotron-H layer kinds: letter of the pattern, words of `layers_block_type`.
+_HYBRID_KINDS: Mapping[str, tuple[str, ...]] = {
+    "mamba": ("M", "mamba", "linear_attention"),
+    "attention": ("*", "attention", "full_attention"),
+    "mlp": ("-", "mlp"),
+    "moe": ("E", "moe"),
+}
+
+
+def _hybrid(kind: str) -> Callable[[Geometry, int], bool]:
+    def holds(g: Geometry, layer: int) -> bool:
+        pattern = g.text.get("hybrid_override_pattern", g.text.get("layers_block_type"))
+        if not isinstance(pattern, str | list) or layer >= len(pattern):
+            return False
+        return pattern[layer] in _HYBRID_KINDS[kind]
+
+    return holds
 
 
 def _has_indexer(g: Geometry, layer: int) -> bool:
@@ -245,7 +370,14 @@ FACTS: Mapping[str, Callable[[Geometry, int], bool]] = {
     "is_dense": lambda g, layer: not _is_moe(g, layer),
     "has_indexer": _has_indexer,
     "is_tied": _is_tied,
-    "has_shared_experts": _says("n_shared_experts", "num_shared_experts"),
+    "is_linear": _is_linear,
+    "is_sliding": lambda g, layer: g.is_sliding(layer),
+    "is_hybrid_mamba": _hybrid("mamba"),
+    "is_hybrid_attention": _hybrid("attention"),
+    "is_hybrid_mlp": _hybrid("mlp"),
+    "is_hybrid_moe": _hybrid("moe"),
+    "has_shared_experts": _says(*SHARED_FIELDS),
+    "has_q_lora": _says("q_lora_rank"),
     "has_qk_norm": _says("use_qk_norm"),
     "has_qkv_bias": _says("attention_bias", "use_qkv_bias", "qkv_bias"),
     "is_mtp": lambda g, layer: g.is_mtp(layer),

@@ -120,11 +120,13 @@ class HfView:
             self._addresses[step.key] = address
             for operand, name in enumerate(step.hf):
                 self._steps.setdefault(name, []).append((step, operand))
-                if step.op.name == "slice":
-                    parts[name] = parts.get(name, 0) + 1
+                if step.op.partial:
+                    moves = step.op.moves([s.shape for s in step.specs])
+                    taken = sum(m.hf.elements for m in moves if m.operand == operand)
+                    parts[name] = parts.get(name, 0) + taken
                 self.tensors[name] = TensorSpec(spec.dtype, step.specs[operand].shape)
         for name, count in parts.items():
-            if count != self.tensors[name].shape[0]:
+            if count != self.tensors[name].elements:
                 del self.tensors[name]
                 missing[name] = None
         self.missing = list(missing)

@@ -244,10 +244,10 @@ def _crossed(rows: Sequence[Row]) -> Iterator[Fault]:
 
 def _consumption(plan: Plan) -> Iterator[Fault]:
     """Every HF tensor is tiled exactly once; whole consumption is the fast, common case."""
-    whole = Counter(n for s in plan.steps if s.op.name != "slice" for n in s.hf)
+    whole = Counter(n for s in plan.steps if not s.op.partial for n in s.hf)
     boxes: dict[str, list[tuple[Box, Step]]] = defaultdict(list)
     for step in plan.steps:
-        if step.op.name == "slice":
+        if step.op.partial:
             shapes = [s.shape for s in step.specs]
             for move in step.op.moves(shapes):
                 boxes[step.hf[move.operand]].append((move.hf, step))

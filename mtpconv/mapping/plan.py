@@ -7,12 +7,12 @@ formats, fixtures and the tables in the docs.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mtpconv.errors import UsageError
 from mtpconv.geometry import Config, Geometry, read_geometry
-from mtpconv.mapping.ops import BUILDERS, Op, PadRows
+from mtpconv.mapping.ops import BUILDERS, Op, PadRows, Site
 from mtpconv.mapping.table import Row, Stack, Table
 from mtpconv.tensors import ROOT, Region, Shape, TensorSpec
 
@@ -35,7 +35,7 @@ class Step:
 
     @property
     def dtype(self) -> str:
-        """dtype of the Megatron tensor: that of its HF tensors."""
+        """The dtype of the Megatron tensor: that of its HF tensors."""
         return self.specs[0].dtype
 
 
@@ -91,13 +91,9 @@ def make_plan(
             f"config.json says {geometry.model_type!r}"
         )
     if depths is not None and depths != geometry.depths:
-        geometry = Geometry(**{**_fields(geometry), "depths": depths})
+        geometry = replace(geometry, depths=depths)
     steps = tuple(s for stack in table.stacks for s in _expand(table, geometry, stack, present))
     return Plan(table, geometry, steps, tuple(_copies(table, geometry, steps, present)))
-
-
-def _fields(geometry: Geometry) -> dict[str, object]:
-    return {name: getattr(geometry, name) for name in geometry.__dataclass_fields__}
 
 
 def instances(geometry: Geometry, each: str) -> Iterator[tuple[dict[str, int], Region]]:
@@ -116,41 +112,39 @@ def _expand(
     table: Table, geometry: Geometry, stack: Stack, present: Collection[str] | None
 ) -> Iterator[Step]:
     uses = list(table.uses(stack))
-    specs: dict[tuple[str, str], tuple[TensorSpec, ...]] = {}
-    ops: dict[tuple[str, int | None], Op] = {}
+    # Layers of one kind share their specs and ops; so do experts, save that slices number them.
+    specs: dict[tuple[str, str, bool], tuple[TensorSpec, ...]] = {}
+    ops: dict[tuple[str, str, bool, int | None], Op] = {}
     for values, region in instances(geometry, stack.each):
         layer = values.get("layer", 0)
         mcore, hf = stack.mcore.format(**values), stack.hf.format(**values)
+        kind = geometry.is_sliding(layer)
         for use in uses:
             if not all(geometry.fact(f, layer) is wanted for f, wanted in use.facts):
                 continue
             if use.rivals and use.name != _spelling(table, use.rivals, hf, present):
                 continue
             for row in table.blocks.get(use.name, ()):
-                shaped = specs.get((row.block, row.key))
+                shaped = specs.get((row.block, row.key, kind))
                 if shaped is None:
-                    shaped = tuple(_spec(table, geometry, row, name) for name in row.hf)
-                    specs[row.block, row.key] = shaped
+                    shaped = tuple(_spec(table, geometry, row, name, layer) for name in row.hf)
+                    specs[row.block, row.key, kind] = shaped
                 for expert in range(geometry.experts) if "{expert}" in row.key else (None,):
-                    # Only slices depend on the expert; all other ops are shared by all steps.
-                    at = expert if row.op == "slice" else None
-                    op = ops.get((row.op, at))
+                    at = (row.block, row.key, kind, expert if row.op == "slice" else None)
+                    op = ops.get(at)
                     if op is None:
-                        op = ops[row.op, at] = BUILDERS[row.op](geometry, at)
+                        site = Site(geometry, layer, at[3], _part(table, geometry, row, layer))
+                        op = ops[at] = BUILDERS[row.op](site)
                     if expert is None:
                         key, names = row.key, row.hf
                     else:
                         number = str(expert)
                         key = row.key.replace("{expert}", number)
                         names = tuple(n.replace("{expert}", number) for n in row.hf)
-                    yield Step(
-                        mcore + key, op, tuple(hf + n for n in names), shaped, region, row
-                    )
+                    yield Step(mcore + key, op, tuple(hf + n for n in names), shaped, region, row)
 
 
-def _spelling(
-    table: Table, rivals: Sequence[str], hf: str, present: Collection[str] | None
-) -> str:
+def _spelling(table: Table, rivals: Sequence[str], hf: str, present: Collection[str] | None) -> str:
     """The block of `a or b` whose first HF name exists under the prefix `hf`, else the first."""
     for name in rivals if present else ():
         rows = table.blocks.get(name, ())
@@ -159,11 +153,22 @@ def _spelling(
     return rivals[0]
 
 
-def _spec(table: Table, geometry: Geometry, row: Row, name: str) -> TensorSpec:
+def _part(
+    table: Table, geometry: Geometry, row: Row, layer: int
+) -> tuple[int, tuple[int, ...], int] | None:
+    parts = table.parts.get(row.hf[0]) if row.op == "part" else None
+    index = parts.index(row.key) if parts is not None else None
+    if parts is None or index is None:
+        return None
+    rows = tuple(geometry.dim(dim, layer) for _, dim in parts.rows)
+    return geometry.dim(parts.repeats, layer), rows, index
+
+
+def _spec(table: Table, geometry: Geometry, row: Row, name: str, layer: int) -> TensorSpec:
     dims = table.shapes.get(name)
     if dims is None:
         raise UsageError(f"{row.where}: M15 {name} has no entry in [shapes]; add its dims")
-    shape = tuple(geometry.dim(d) for d in dims)
+    shape = tuple(geometry.dim(d, layer) for d in dims)
     return TensorSpec(table.dtypes.get(name, geometry.dtype), shape)
 
 
@@ -179,7 +184,7 @@ def _copies(
             name = rule.hf.format(**values)
             wanted = rule.ships if present is None else name in present
             spec = known.get(rule.of)
-            # With tied embeddings several rules may name one copy; the first whose `of` exists wins.
+            # Several rules may name one copy (tied embeddings): the first whose `of` exists wins.
             if wanted and spec is not None and name not in taken:
                 taken.add(name)
                 yield CopyStep(name, rule.of, spec, region)

@@ -28,8 +28,9 @@ EACH = {
 _TOP = {
     "format", "model_type", "include", "groups", "stacks", "blocks", "shapes", "dtypes", "copies",
     "discards", "carried", "mtp_default", "local_spec", "releases", "unverified", "converts",
+    "parts",
 }  # fmt: skip
-_INCLUDED = {"format", "blocks", "shapes", "dtypes"}
+_INCLUDED = {"format", "blocks", "shapes", "dtypes", "parts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +82,32 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class CopyRule:
-    """An HF tensor stored twice; Megatron keeps only `of`. `ships`: without an inventory, assume it."""
+    """An HF tensor stored twice; Megatron keeps only `of`.
+
+    `ships`: without an inventory, assume that it is there.
+    """
 
     each: str
     hf: str
     of: str
     ships: bool
     where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How the rows of one HF tensor are cut: named parts of so many rows, all that `repeats` times.
+
+    Numbers are dims, as in [shapes]. A row takes the part that the last word of its key names.
+    """
+
+    repeats: str
+    rows: tuple[tuple[str, str], ...]
+
+    def index(self, key: str) -> int | None:
+        """Number of the part that a Megatron key names, None if none."""
+        word = key.rsplit(".", 1)[-1]
+        return next((i for i, (name, _) in enumerate(self.rows) if name == word), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +132,7 @@ class Table:
     dtypes: Mapping[str, str]
     copies: tuple[CopyRule, ...] = ()
     discards: tuple[Discard, ...] = ()
+    parts: Mapping[str, Parts] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
     mtp_default: int | None = None
     local_spec: str | None = None
@@ -216,6 +237,7 @@ class _Parser:
         blocks: dict[str, tuple[Row, ...]] = {}
         shapes: dict[str, tuple[str, ...]] = {}
         dtypes: dict[str, str] = {}
+        parts: dict[str, Parts] = {}
         for name in self.strings(path, raw, "include"):
             part = path.parent / name
             if part.parent.resolve() != (path.parent / "blocks").resolve():
@@ -224,7 +246,13 @@ class _Parser:
             included = self.load(part)
             self.keys(part, included, _INCLUDED)
             self.sections(part, included, blocks, shapes, dtypes)
+            parts |= self.parts(part, included)
         self.sections(path, raw, blocks, shapes, dtypes)
+        parts |= self.parts(path, raw)
+        for row in (r for rows in blocks.values() for r in rows if r.op == "part"):
+            cut = parts.get(row.hf[0]) if len(row.hf) == 1 else None
+            if cut is None or cut.index(row.key) is None:
+                self.fault("M02", row.where, f"[parts] has no part of {row.hf} for {row.key}")
         groups = {
             name: tuple(use for u in uses for use in self.uses(path, f"groups.{name}", u))
             for name, uses in raw.get("groups", {}).items()
@@ -240,6 +268,7 @@ class _Parser:
             dtypes=dtypes,
             copies=tuple(self.copy(path, c) for c in raw.get("copies", [])),
             discards=tuple(self.discard(path, d) for d in raw.get("discards", [])),
+            parts=parts,
             carried=self.strings(path, raw, "carried"),
             mtp_default=default if isinstance(default, int) else None,
             local_spec=raw.get("local_spec"),
@@ -281,6 +310,18 @@ class _Parser:
                 self.fault("M16", self.where(path, "shapes", name), f"{name} has other dims before")
             shapes[name] = shape
         dtypes.update(raw.get("dtypes", {}))
+
+    def parts(self, path: Path, raw: Mapping[str, Any]) -> dict[str, Parts]:
+        found = {}
+        for name, given in raw.get("parts", {}).items():
+            where = self.where(path, f'parts."{name}"', "rows")
+            rows = given.get("rows") if isinstance(given, dict) else None
+            if not isinstance(rows, dict) or not rows or set(given) - {"repeats", "rows"}:
+                self.fault("M01", where, f"[parts] {name} takes rows and, optionally, repeats")
+                continue
+            cut = tuple((part, str(dim)) for part, dim in rows.items())
+            found[name] = Parts(str(given.get("repeats", 1)), cut)
+        return found
 
     def row(self, path: Path, block: str, key: str, value: Any) -> Row:
         where = self.where(path, f"blocks.{block}", key)
