@@ -1,0 +1,170 @@
+"""What each tensor of a live Megatron module should hold, said in HF tensors.
+
+Written by hand from the two libraries' forward code and kept apart from the mapping tables on
+purpose: when the forward differs, this says whether the weights or the arithmetic do, even
+where the table itself is wrong.
+Source: facts/megatron.md section 2, facts/families.md section 3; confirmed by forward parity.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtpconv.parity.glue import glue_of
+from mtpconv.parity.settings import Settings
+
+#: Joins HF tensors into the Megatron tensor.
+Join = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A Megatron tensor: the HF names it is made of, and how they are joined."""
+
+    name: str
+    hf: tuple[str, ...]
+    join: Join
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """The parts below each other."""
+    import torch
+
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def grouped_qkv(settings: Settings) -> Join:
+    """Queries, key and value of each query group below each other.
+
+    Shape: q [heads * d, ...], k and v [groups * d, ...]; result [(heads + 2 groups) * d, ...].
+    """
+    groups = settings.transformer["num_query_groups"]
+
+    def join(parts: Sequence[Any]) -> Any:
+        import torch
+
+        blocks = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(blocks, 1).flatten(0, 1)
+
+    return join
+
+
+#: Module tensor of a Megatron layer -> HF tensors of the same layer.
+_LAYER: dict[str, tuple[str, ...]] = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+    "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+    "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight",),
+    "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight",),
+    "self_attention.linear_q_up_proj.weight": ("self_attn.q_b_proj.weight",),
+    "self_attention.linear_kv_down_proj.weight": ("self_attn.kv_a_proj_with_mqa.weight",),
+    "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight",),
+    "self_attention.kv_layernorm.weight": ("self_attn.kv_a_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+    "mlp.router.weight": ("mlp.gate.weight",),
+    "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",),
+    "mlp.shared_experts.linear_fc1.weight": (
+        "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight",
+    ),
+    "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
+    **{
+        f"self_attention.core_attention.indexer.{mcore}": (f"self_attn.indexer.{hf}",)
+        for mcore, hf in (
+            ("linear_wq_b.weight", "wq_b.weight"),
+            ("linear_wk.weight", "wk.weight"),
+            ("k_norm.weight", "k_norm.weight"),
+            ("k_norm.bias", "k_norm.bias"),
+            ("linear_weights_proj.weight", "weights_proj.weight"),
+        )
+    },
+}  # fmt: skip
+
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight$")
+_GROUPED = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)$")
+
+_ROOT = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+
+
+def layer_expected(settings: Settings, name: str, prefix: str) -> Expected | None:
+    """What `name` of a Megatron layer should hold, its HF tensors under `prefix`."""
+    mixtral = settings.geometry.model_type == "mixtral"
+    found = _EXPERT.match(name)
+    grouped = _GROUPED.match(name)
+    if found or grouped:
+        number, half = found.groups() if found else grouped.group(2, 1)  # type: ignore[union-attr]
+        experts = "block_sparse_moe.experts" if mixtral else "mlp.experts"
+        first, second = (("w1", "w3"), ("w2",)) if mixtral else _GATED
+        parts = first if half == "1" else second
+        names = tuple(f"{prefix}{experts}.{number}.{part}.weight" for part in parts)
+        return Expected(name, names, concatenated)
+    tails = _LAYER.get(name)
+    if settings.mla and name == "self_attention.q_layernorm.weight":
+        tails = ("self_attn.q_a_layernorm.weight",)
+    if tails is None:
+        return None
+    if mixtral:
+        tails = tuple(t.replace("mlp.gate", "block_sparse_moe.gate") for t in tails)
+    join = grouped_qkv(settings) if "linear_qkv" in name else concatenated
+    return Expected(name, tuple(prefix + tail for tail in tails), join)
+
+
+_GATED = (("gate_proj", "up_proj"), ("down_proj",))
+
+
+def expected(settings: Settings, name: str) -> Expected | None:
+    """What a tensor of `mcore.module_tensors` should hold, None if HF has nothing like it."""
+    if name in _ROOT:
+        return Expected(name, (_ROOT[name],), concatenated)
+    layer = re.match(r"decoder\.layers\.(\d+)\.(.+)$", name)
+    if layer:
+        number, tail = layer.groups()
+        return _named(layer_expected(settings, tail, f"model.layers.{number}."), name)
+    depth = re.match(r"mtp\.layers\.(\d+)\.(.+)$", name)
+    if depth is None:
+        return None
+    number, tail = depth.groups()
+    glue = glue_of(settings.geometry)
+    prefix = glue.at(settings.geometry, int(number))
+    inner = tail.removeprefix("transformer_layer.")
+    if inner != tail:
+        return _named(layer_expected(settings, inner, prefix), name)
+    parts = {
+        "enorm.weight": glue.enorm,
+        "hnorm.weight": glue.hnorm,
+        "eh_proj.weight": glue.eh_proj,
+        "final_layernorm.weight": glue.final_norm,
+    }
+    if tail not in parts:
+        return None
+    join = swapped_halves if tail == "eh_proj.weight" and glue.hidden_first else concatenated
+    return Expected(name, (f"{prefix}{parts[tail]}.weight",), join)
+
+
+def swapped_halves(parts: Sequence[Any]) -> Any:
+    """The two halves of the columns exchanged."""
+    (whole,) = parts
+    return whole.roll(whole.shape[1] // 2, 1)
+
+
+def _named(found: Expected | None, name: str) -> Expected | None:
+    return None if found is None else Expected(name, found.hf, found.join)
+
+
+def all_expected(settings: Settings, names: Iterable[str]) -> Iterator[Expected]:
+    """`expected` for every name that has something like it in HF."""
+    for name in names:
+        found = expected(settings, name)
+        if found is not None:
+            yield found

@@ -1,0 +1,121 @@
+"""Weights of a HuggingFace folder, straight from the safetensors files, for one module at a time.
+
+`from_pretrained` drops the MTP layers without a word, and it cannot load a single layer. This
+reads what a module of transformers asks for by the names on disk. transformers 5 keeps the
+experts of a layer packed in two tensors; on disk they are apart or packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtpconv.errors import RefusedError, UnsupportedError
+from mtpconv.store.content import Files
+from mtpconv.store.hf import HfCheckpoint, open_hf
+
+#: safetensors dtype names to torch's, for the dtypes parity computes with.
+TORCH_DTYPES: Mapping[str, str] = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+#: Spellings of the three matrices of an expert on disk: gate, up, down.
+EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+#: Module names of transformers 5 and what they are called on disk.
+#: Source: transformers 5.24 conversion_mapping.py, read 2026-11-29.
+RENAMED = (("mlp.", "block_sparse_moe."),)
+
+
+class HfWeights:
+    """Tensors of an HF folder by name, copied out of memory-mapped files one by one.
+
+    Raises: RefusedError for a tensor that is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoint: HfCheckpoint = open_hf(folder, compare_duplicates=False)
+        self._files = Files()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.checkpoint.tensors
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Every tensor name."""
+        return iter(self.checkpoint.tensors)
+
+    def read(self, name: str) -> Any:
+        """A torch tensor of its own with the stored dtype and bytes."""
+        import torch
+
+        spec = self.checkpoint.tensors.get(name)
+        if spec is None:
+            raise RefusedError(f"{self.checkpoint.path}: no tensor {name}, which parity needs")
+        dtype = TORCH_DTYPES.get(spec.dtype)
+        if dtype is None:
+            raise UnsupportedError(
+                f"{name} is {spec.dtype}; parity computes with {', '.join(TORCH_DTYPES)}"
+            )
+        (chunk,) = self.checkpoint.chunks(name)
+        out = np.empty(spec.nbytes, "u1")
+        if spec.nbytes:
+            self._files.read_into(chunk.file, chunk.start, out.data)
+        return torch.from_numpy(out).view(getattr(torch, dtype)).reshape(spec.shape)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+
+def module_state(module: Any, weights: HfWeights, prefix: str) -> dict[str, Any]:
+    """Everything a module of transformers needs, as a state dict of CPU tensors.
+
+    The module's tensors lie under `prefix` on disk; they are cast to the module's dtypes.
+
+    Raises: RefusedError if a tensor is not there; shapes are left to `load_state_dict`.
+    """
+    state = {}
+    for name, wanted in module.state_dict().items():
+        state[name] = _find(prefix + name, weights).to(wanted.dtype)
+    return state
+
+
+def _find(name: str, weights: HfWeights) -> Any:
+    import torch
+
+    candidates = list(_spellings(name))
+    for candidate in candidates:
+        if candidate in weights:
+            return weights.read(candidate)
+    for candidate in candidates:
+        head, _, tail = candidate.rpartition("experts.")
+        if not head or tail not in ("gate_up_proj", "down_proj"):
+            continue
+        for gate, up, down in EXPERT_PARTS:
+            parts = (gate, up) if tail == "gate_up_proj" else (down,)
+            experts = _experts(weights, f"{head}experts.", parts)
+            if experts:
+                return torch.stack(experts)
+    raise RefusedError(f"{weights.checkpoint.path}: no tensor {candidates[0]}, which parity needs")
+
+
+def _spellings(name: str) -> Iterator[str]:
+    yield name
+    for module, disk in RENAMED:
+        if module in name:
+            yield name.replace(module, disk)
+
+
+def _experts(weights: HfWeights, prefix: str, parts: Sequence[str]) -> list[Any]:
+    import torch
+
+    experts: list[Any] = []
+    while f"{prefix}{len(experts)}.{parts[0]}.weight" in weights:
+        names = [f"{prefix}{len(experts)}.{part}.weight" for part in parts]
+        experts.append(torch.cat([weights.read(name) for name in names]))
+    return experts

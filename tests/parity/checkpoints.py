@@ -1,0 +1,125 @@
+"""Checkpoints for parity tests, written without mtpconv's mapping tables or converters.
+
+The HF side is written from the tensor names of transformers' own modules, the Megatron side by
+Megatron's own `dist_checkpointing.save`; what goes where is `mtpconv.parity.correspond`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mtpconv.geometry import read_geometry
+from mtpconv.parity import hf, mcore
+from mtpconv.parity.correspond import all_expected
+from mtpconv.parity.hf_weights import HfWeights
+from mtpconv.parity.modules import mtp_attribute
+
+Tensors = dict[str, Any]
+
+
+def write_hf(config: dict[str, Any], folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
+    """An HF folder with seeded weights for every tensor of the trunk and of the MTP depths."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    random = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: _value(name, shape, random).to(
+            torch.float32 if name.endswith("e_score_correction_bias") else getattr(torch, dtype)
+        )
+        for name, shape in sorted(names_on_disk(config).items())
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def names_on_disk(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor an HF folder of this model holds, with its shape."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    cls = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        trunk = AutoModelForCausalLM.from_config(cls)
+    model = hf._with_depths(trunk, read_geometry(config), None, "float32")  # type: ignore[arg-type]
+    shapes: dict[str, tuple[int, ...]] = {}
+    units = [*hf.trunk_units(model), *(u for depth in model.depths for u in depth.units())]
+    for module, prefix in units:
+        for name, value in module.state_dict().items():
+            shapes |= _unpacked(prefix + name, tuple(value.shape), config)
+    if config.get("tie_word_embeddings"):
+        del shapes["lm_head.weight"]
+    return shapes
+
+
+def _unpacked(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> dict[str, Any]:
+    head, packed, tail = name.rpartition("experts.")
+    if not packed or tail not in ("gate_up_proj", "down_proj"):
+        if config["model_type"] == "mixtral":
+            name = name.replace("mlp.gate.", "block_sparse_moe.gate.")
+        return {name: shape}
+    mixtral = config["model_type"] == "mixtral"
+    parts = ("gate_proj", "up_proj") if tail == "gate_up_proj" else ("down_proj",)
+    if mixtral:
+        head = head.replace("mlp.", "block_sparse_moe.")
+        parts = ("w1", "w3") if tail == "gate_up_proj" else ("w2",)
+    one = (shape[1] // len(parts), *shape[2:])
+    return {
+        f"{head}experts.{expert}.{part}.weight": one for expert in range(shape[0]) for part in parts
+    }
+
+
+def _value(name: str, shape: tuple[int, ...], random: Any) -> Any:
+    """Weights of a size at which every part of the network matters to the logits."""
+    import torch
+
+    values = torch.randn(shape, generator=random)
+    if name.endswith("norm.weight"):
+        return 1 + 0.3 * values
+    if name.endswith("e_score_correction_bias"):
+        return 0.1 * values
+    return values * (0.5 if "embed" in name else 1.2 * shape[-1] ** -0.5)
+
+
+def fill(model: mcore.McoreModel, folder: Path) -> None:
+    """Give a live Megatron model the weights of an HF folder."""
+    weights = HfWeights(folder)
+    live = live_tensors(model)
+    filled = set()
+    for found in all_expected(model.settings, live):
+        value = found.join([weights.read(name) for name in found.hf])
+        assert live[found.name].shape == value.shape, found.name
+        live[found.name].copy_(value)
+        filled.add(found.name)
+    assert filled == set(live)
+
+
+def live_tensors(model: mcore.McoreModel) -> Tensors:
+    """The tensors themselves, not copies, by the names of `mcore.module_tensors`."""
+    inner = mtp_attribute()
+    return {
+        name.replace(f".{inner}.", ".transformer_layer."): value
+        for name, value in model.module.state_dict().items()
+        if hasattr(value, "copy_")
+    }
+
+
+def write_mcore(
+    config: dict[str, Any],
+    hf_folder: Path,
+    folder: Path,
+    change: Callable[[Tensors], None] | None = None,
+    **options: Any,
+) -> Path:
+    """A torch_dist folder with the weights of an HF folder, after `change` of the live ones."""
+    model = mcore.build(config)
+    fill(model, hf_folder)
+    if change is not None:
+        change(live_tensors(model))
+    mcore.save(model, folder, **options)
+    return folder
