@@ -57,6 +57,9 @@ class Output:
             shutil.rmtree(self.folder, ignore_errors=True)
         finally:
             self._release()
+        if isinstance(error, WriteError):
+            text = str(error).replace(str(self.folder), str(self.target))
+            raise WriteError(f"{text}; nothing was left behind") from error
         if isinstance(error, OSError):
             raise explain(error, self.target) from error
 
@@ -122,7 +125,7 @@ def check_space(target: Path, need: int) -> None:
 def explain(error: OSError, target: Path) -> WriteError:
     """An operating-system error while writing as one clear line."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "disk full; nothing was left behind, free some space and run again"
+        what = f"{error.strerror}; nothing was left behind, free some space and run again"
     else:
         what = f"cannot be written: {error.strerror or error}"
     return WriteError(f"{target}: {what}")

@@ -78,7 +78,7 @@ def make_headers(folder: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, S
 def write_shard(path: Path, header: ShardHeader, blocks: Blocks) -> None:
     """Write one shard: its header bytes, then every tensor where the header says; fsynced."""
     with path.open("xb", buffering=0) as out:
-        out.write(header.raw)
+        write_all(out.fileno(), memoryview(header.raw))
         for name in header.payload_order:
             for block in blocks(name):
                 write_all(out.fileno(), block)

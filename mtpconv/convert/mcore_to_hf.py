@@ -10,7 +10,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from mtpconv.convert.agreement import DROP_HINT, config_without_mtp, is_mtp_name
-from mtpconv.convert.hf2mcore import BASE_MEMORY, MEMORY_PER_TENSOR, table_for
+from mtpconv.convert.hf_to_mcore import BASE_MEMORY, MEMORY_PER_TENSOR, table_for
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output, check_space, check_target
 from mtpconv.convert.verify import verify_digests

@@ -1,0 +1,61 @@
+"""HF folders for conversion tests, and what to ask of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mtpconv.mapping.plan import make_plan
+from mtpconv.mapping.table import find_table
+from mtpconv.store.content import blocks
+from mtpconv.store.hf import open_hf
+from mtpconv.store.hf_writer import index_bytes, make_header, write_shard
+from mtpconv.synth import synth
+from mtpconv.tensors import TensorSpec
+
+
+def make_hf(folder: Path, config: Mapping[str, Any], *, seed: int = 0, shards: int = 3) -> Path:
+    """A seeded HF folder that holds what the config promises."""
+    synth(make_plan(config, find_table(config["model_type"])), folder, seed=seed, shards=shards)
+    return folder
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """sha256 of every file below a folder."""
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
+
+
+def tensors_of(folder: Path) -> dict[str, tuple[TensorSpec, bytes]]:
+    """Every tensor with its bytes."""
+    hf = open_hf(folder)
+    return {n: (hf.tensors[n], b"".join(bytes(b) for b in blocks(hf, n))) for n in hf.tensors}
+
+
+def write_hf(
+    folder: Path,
+    tensors: Mapping[str, tuple[TensorSpec, bytes]],
+    config: Mapping[str, Any],
+    *,
+    shard_of: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """An HF folder with exactly these tensors; one file unless `shard_of` says otherwise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    groups: dict[str, dict[str, TensorSpec]] = {}
+    for name, (spec, _) in tensors.items():
+        shard = shard_of[name] if shard_of else "model.safetensors"
+        groups.setdefault(shard, {})[name] = spec
+    headers = {f: make_header(folder / f, g, metadata) for f, g in groups.items()}
+    for file, header in headers.items():
+        write_shard(folder / file, header, lambda n: iter([memoryview(tensors[n][1])]))
+    if shard_of:
+        (folder / "model.safetensors.index.json").write_bytes(index_bytes(headers))
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    return folder
