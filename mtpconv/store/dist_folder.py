@@ -48,7 +48,8 @@ def find_folder(path: Path) -> tuple[Path, Iteration, Problem | None]:
     if any((path / n).exists() for n in (METADATA, CONFIG)) or any(
         next(path.glob(pattern), None) for pattern in ("*.distcp", "mp_rank_*")
     ):
-        return path, named_iteration(path) or "release", None
+        iteration = named_iteration(path)
+        return path, "release" if iteration is None else iteration, None
     tracker = path / TRACKER
     if tracker.exists():
         text = read_bounded(tracker, 1 << 10).decode("ascii", "replace").strip()

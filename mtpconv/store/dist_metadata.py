@@ -7,10 +7,11 @@ Source: torch 2.14.1 torch/distributed/checkpoint/metadata.py and filesystem.py,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from mtpconv.errors import UnreadableError
 from mtpconv.store.checkpoint import Problem
@@ -49,12 +50,16 @@ class DistMetadata:
     objects: dict[str, Place] = field(default_factory=dict)
     ignored: int = 0
     problems: list[Problem] = field(default_factory=list)
-    #: every record named, whatever it holds, by file
-    records: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    #: every record named, whatever it holds, in the order of files and offsets
+    places: list[Place] = field(default_factory=list)
 
     def bad(self, message: str, tensor: str | None = None) -> None:
         """Note a contradiction inside `.metadata`."""
         self.problems.append(Problem("unreadable_file", message, file=METADATA, tensor=tensor))
+
+
+#: Record places by key and chunk offset (None for bytes entries).
+_Places = dict[tuple[str, Shape | None], Place]
 
 
 def read_metadata(data: bytes) -> DistMetadata:
@@ -63,14 +68,13 @@ def read_metadata(data: bytes) -> DistMetadata:
     Law: time and memory are linear in `len(data)`, whatever it holds.
     Raises: UnreadableError if it is not a `.metadata` at all or names code.
     """
-    value = load_pickle(data, METADATA, allow_metadata)
+    value = load_pickle(data, METADATA, allow_metadata, fold=_read_place)
     if type(value) is not Instance or value.of.name not in _METADATA_CLASSES:
         raise UnreadableError(".metadata holds no torch checkpoint metadata; it is corrupt")
-    entries, storage = value.field("state_dict_metadata"), value.field("storage_data")
-    if type(entries) is not dict or type(storage) is not dict:
+    entries, places = value.field("state_dict_metadata"), value.field("storage_data")
+    if type(entries) is not dict or not _are_places(places):
         raise UnreadableError(".metadata lists no tensors or no records; it is corrupt")
-    result = DistMetadata()
-    places = _read_places(storage, result)
+    result = DistMetadata(places=sorted(places.values()))
     for key, entry in entries.items():
         kind = entry.of.name if type(entry) is Instance else None
         if type(key) is not str or kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
@@ -78,52 +82,42 @@ def read_metadata(data: bytes) -> DistMetadata:
         if _OPTIMIZER.match(key):
             result.ignored += 1
         elif kind == "BytesStorageMetadata":
-            place = places.get(key, {}).get(None)
+            place = places.pop((key, None), None)
             if place is None:
                 result.bad(f".metadata names no record of {key}; it is corrupt", key)
             else:
                 result.objects[key] = place
         else:
-            _read_tensor(key, entry, places.get(key, {}), result)
-    strange = places.keys() - entries.keys()
+            _read_tensor(key, entry, places, result)
+    strange = [key for key, _ in places if not _OPTIMIZER.match(key)]
     if strange:
-        result.bad(
-            f".metadata has records of {min(strange)!r}, which it does not list; it is corrupt"
-        )
+        result.bad(f".metadata has a record of {strange[0]!r} that no chunk needs; it is corrupt")
     _check_overlaps(result)
     return result
 
 
-_Places = dict[str, dict[Shape | None, Place]]
+def _read_place(index: Any, info: Any) -> tuple[tuple[str, Shape | None], Place]:
+    """A pair of `storage_data`, checked and made small."""
+    key, at = index.field("fqn"), index.field("offset")
+    if type(info) is not Instance or type(key) is not str or not (at is None or _is_shape(at)):
+        raise UnreadableError(".metadata has a record without name or place; it is corrupt")
+    place = Place(*(info.field(name) for name in ("relative_path", "offset", "length")))
+    if not _is_shape((place.offset, place.length)):
+        raise UnreadableError(".metadata has a record without name or place; it is corrupt")
+    if not _is_plain_name(place.file):
+        raise UnreadableError(
+            f".metadata puts {key} into {str(place.file)[:80]!r}, outside the checkpoint folder"
+        )
+    if info.field("transform_descriptors"):
+        raise UnreadableError(
+            f".metadata says that {key} was stored through an extension (compression?); "
+            "save the checkpoint again without it"
+        )
+    return (key, at), place
 
 
-def _read_places(storage: Mapping[Any, Any], result: DistMetadata) -> _Places:
-    """Record places by key and chunk offset (None for bytes entries)."""
-    places: _Places = {}
-    for index, info in storage.items():
-        if type(index) is not Instance or type(info) is not Instance:
-            raise UnreadableError(".metadata has a record without name or place; it is corrupt")
-        key, at = index.field("fqn"), index.field("offset")
-        file, offset, length = (info.field(n) for n in ("relative_path", "offset", "length"))
-        if (
-            type(key) is not str
-            or not (at is None or _is_shape(at))
-            or not _is_shape((offset, length))
-        ):
-            raise UnreadableError(".metadata has a record without name or place; it is corrupt")
-        if not _is_plain_name(file):
-            raise UnreadableError(
-                f".metadata puts {key} into {str(file)[:80]!r}, outside the checkpoint folder"
-            )
-        if info.field("transform_descriptors"):
-            raise UnreadableError(
-                f".metadata says that {key} was stored through an extension (compression?); "
-                "save the checkpoint again without it"
-            )
-        place = Place(file, offset, length)
-        places.setdefault(key, {})[at] = place
-        result.records.setdefault(file, []).append((offset, length))
-    return places
+def _are_places(value: Any) -> TypeGuard[_Places]:
+    return type(value) is dict and all(type(place) is Place for place in value.values())
 
 
 def _is_shape(value: Any) -> bool:
@@ -143,9 +137,7 @@ def _is_plain_name(name: Any) -> bool:
     )
 
 
-def _read_tensor(
-    key: str, entry: Instance, places: Mapping[Shape | None, Place], result: DistMetadata
-) -> None:
+def _read_tensor(key: str, entry: Instance, places: _Places, result: DistMetadata) -> None:
     shape, chunks, properties = (entry.field(n) for n in ("size", "chunks", "properties"))
     dtype = _dtype(properties)
     if not _is_shape(shape) or type(chunks) is not list or dtype is None:
@@ -163,7 +155,7 @@ def _read_tensor(
             raise UnreadableError(f".metadata has an impossible chunk of {key}; it is corrupt")
         box = Box(at, sizes)
         boxes.append(box)
-        place = places.get(at)
+        place = places.pop((key, at), None)
         if place is not None:
             stored.append(StoredChunk(box, place))
     result.tensors[key] = TensorSpec(TORCH_DTYPES[dtype.name][0], shape)
@@ -220,13 +212,8 @@ def tiling_flaw(shape: Shape, boxes: Sequence[Box]) -> str | None:
 
 def _check_overlaps(result: DistMetadata) -> None:
     """Two records in the same bytes: one tensor would be read in place of another."""
-    for file, ranges in result.records.items():
-        ranges.sort()
-        end = 0
-        for offset, length in ranges:
-            if offset < end:
-                result.bad(
-                    f".metadata puts two records at byte {offset:,} of {file}; it is corrupt"
-                )
-                break
-            end = offset + length
+    for one, next_one in pairwise(result.places):
+        if one.file == next_one.file and one.offset + one.length > next_one.offset:
+            where = f"byte {next_one.offset:,} of {one.file}"
+            result.bad(f".metadata puts two records at {where}; it is corrupt")
+            return

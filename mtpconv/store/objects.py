@@ -97,8 +97,8 @@ def plain(value: Any, where: str) -> Any:
             items = [walk(child, depth + 1) for child in part.items or ()]
             if str(part.of) == "collections.OrderedDict":
                 return _as_dict(items, where)
-            copy = Instance(part.of, walk(part.args, depth + 1), state)
-            copy.items = items
+            copy = Instance(part.of, walk(part.args, depth + 1), state, new=part.new)
+            copy.items = items or None
             return copy
         return part
 

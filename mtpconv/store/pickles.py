@@ -13,12 +13,15 @@ from __future__ import annotations
 import gc
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from mtpconv.errors import UnreadableError
 
 #: Says whether a pickle may name this (module, name).
 Allow = Callable[[str, str], bool]
+#: Replaces a pair of a dict whose key is an `Instance`, as soon as the pair is complete.
+Fold = Callable[[Any, Any], tuple[Any, Any]]
 
 #: Containers a pickle may build; 60,000 chunks with their save plans need about 1.5 million.
 MAX_CONTAINERS = 24_000_000
@@ -26,41 +29,34 @@ MAX_CONTAINERS = 24_000_000
 MAX_INT_BYTES = 1024
 
 
+@dataclass(frozen=True, slots=True)
 class Global:
     """A name that a pickle refers to, `module.name`; never looked up."""
 
-    __slots__ = ("module", "name")
-
-    def __init__(self, module: str, name: str) -> None:
-        self.module = module
-        self.name = name
+    module: str
+    name: str
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
-
-    def __repr__(self) -> str:
-        return f"Global({str(self)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Global) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
 
 
 class Instance:
     """What a pickle says about an object: its class or function, arguments, state, items.
 
+    `new` tells an object made by `of.__new__(of, *args)` from the result of `of(*args)`.
     Hashed and compared by identity, so that no value from a file decides what that costs.
     """
 
-    __slots__ = ("args", "items", "of", "state")
+    __slots__ = ("args", "items", "new", "of", "state")
 
-    def __init__(self, of: Global, args: tuple[Any, ...], state: Any = None) -> None:
+    def __init__(
+        self, of: Global, args: tuple[Any, ...] = (), state: Any = None, *, new: bool = False
+    ) -> None:
         self.of = of
         self.args = args
         self.state = state
         self.items: list[Any] | None = None
+        self.new = new
 
     def __repr__(self) -> str:
         return f"Instance({str(self.of)!r})"
@@ -87,8 +83,17 @@ class _Refused(Exception):
     """The pickle does something that no checkpoint needs."""
 
 
-def load_pickle(data: bytes, where: str, allow: Allow, *, persistent: bool = False) -> Any:
+def load_pickle(
+    data: bytes,
+    where: str,
+    allow: Allow,
+    *,
+    persistent: bool = False,
+    fold: Fold | None = None,
+) -> Any:
     """The value that a pickle describes; `where` names it in errors.
+
+    `persistent` admits persistent ids; `fold` makes pairs small while they are still few.
 
     Law: nothing is imported or called; time and memory are linear in `len(data)`.
     Raises: UnreadableError for a name that `allow` refuses, an opcode that checkpoints do not
@@ -97,7 +102,7 @@ def load_pickle(data: bytes, where: str, allow: Allow, *, persistent: bool = Fal
     collecting = gc.isenabled()
     gc.disable()  # millions of live containers and no garbage: collecting only costs
     try:
-        return _run(data, allow, persistent)
+        return _run(data, allow, persistent, fold)
     except _Refused as error:
         raise UnreadableError(f"{where} {error}") from None
     except StopIteration:
@@ -113,7 +118,9 @@ def load_pickle(data: bytes, where: str, allow: Allow, *, persistent: bool = Fal
             gc.enable()
 
 
-def _run(data: bytes, allow: Allow, persistent: bool) -> Any:  # noqa: C901 one table of opcodes
+def _run(  # noqa: C901 one table of opcodes
+    data: bytes, allow: Allow, persistent: bool, fold: Fold | None
+) -> Any:
     """The machine itself: one branch per opcode, the frequent ones first.
 
     Reading past the end needs no check of its own: the next opcode is then missing too.
@@ -178,7 +185,7 @@ def _run(data: bytes, allow: Allow, persistent: bool) -> Any:  # noqa: C901 one 
             if of.name == "Size" and of.module == "torch":  # a tuple, and the most frequent
                 push(tuple(args[0]) if args else ())
             else:
-                push(Instance(of, args))
+                push(Instance(of, args, new=op == 0x81))
         elif op == 0x62:  # BUILD
             state = stack.pop()
             target = stack[-1]
@@ -193,15 +200,20 @@ def _run(data: bytes, allow: Allow, persistent: bool) -> Any:  # noqa: C901 one 
             else:
                 values = stack[-2:]
                 del stack[-2:]
-            keys = values[::2]
-            for key in keys:
-                if type(key) is not str:
-                    _check_key(key)
             target = stack[-1]
+            pairs = zip(values[::2], values[1::2], strict=True)
             if type(target) is dict:
-                target.update(zip(keys, values[1::2], strict=True))
+                for key, value in pairs:
+                    if type(key) is str:
+                        target[key] = value
+                    elif fold is not None and type(key) is Instance:
+                        key, value = fold(key, value)
+                        target[key] = value
+                    else:
+                        _check_key(key)
+                        target[key] = value
             elif type(target) is Instance:
-                target.add(zip(keys, values[1::2], strict=True))
+                target.add(pairs)
             else:
                 raise ValueError
         elif op == 0x85 or op == 0x86 or op == 0x87:  # TUPLE1, TUPLE2, TUPLE3

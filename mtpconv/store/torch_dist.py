@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +197,8 @@ class TorchDistCheckpoint:
             for chunk in chunks:
                 users.setdefault(chunk.place.file, set()).add(name)
         found = []
-        for file, ranges in sorted(self._metadata.records.items()):
-            needed = max(offset + length for offset, length in ranges)
+        for file, places in groupby(self._metadata.places, key=lambda place: place.file):
+            needed = max(place.offset + place.length for place in places)
             try:
                 size = (self.folder / file).stat().st_size
             except OSError as error:

@@ -1,0 +1,237 @@
+"""Writing torch_dist checkpoints: records into `__R_N.distcp` files, streamed.
+
+Every rank writes its chunks with a `TorchDistWriter` of its own and hands on the list of what
+it wrote; one rank then writes `.metadata` from all lists (`dist_metadata_writer`).
+
+Source: docs/torch_dist.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from mtpconv.errors import WriteError
+from mtpconv.store.record_writer import ALIGNMENT, Frame, object_record, tensor_frame
+from mtpconv.tensors import Box, Shape, TensorSpec
+
+#: A new file is begun when the current one has this many bytes.
+FILE_LIMIT = 8 << 30
+
+#: Records up to this size are written in one call.
+_SMALL = 256 << 10
+
+
+class Written(NamedTuple):
+    """One record as `.metadata` needs it; bytes entries have `dtype` None and empty shapes."""
+
+    key: str
+    dtype: str | None
+    shape: Shape
+    offsets: Shape
+    sizes: Shape
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room for the bytes of a chunk: put `nbytes` at `start` of `fd`, then call `commit`."""
+
+    fd: int
+    file: Path
+    start: int
+    nbytes: int
+    frame: Frame
+
+
+class TorchDistWriter:
+    """Writes one rank's records into a folder that exists.
+
+    Chunks may be written from several threads; each goes where the file ended when it was
+    reserved. Nothing is readable before `.metadata` is written.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0, *, file_limit: int = FILE_LIMIT) -> None:
+        self.folder = folder
+        self.rank = rank
+        self._limit = file_limit
+        self._lock = threading.Lock()
+        self._files: list[tuple[Path, int]] = []
+        self._end = 0
+        self._written: list[Written] = []
+
+    def __enter__(self) -> TorchDistWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._release()
+
+    def reserve(self, key: str, spec: TensorSpec, box: Box) -> Reservation:
+        """Room for a box of the tensor `key`, whose data the caller puts into the file.
+
+        Law: `start` is a multiple of 64.
+        Raises: UnsupportedError for a dtype that torch does not have; WriteError.
+        """
+        frame = tensor_frame(spec.dtype, box.sizes)
+        fd, file, offset = self._place(key, frame.length, spec.dtype, spec.shape, box)
+        start = offset + len(frame.prefix)
+        return Reservation(fd, file, start, frame.nbytes, frame)
+
+    def commit(self, reservation: Reservation, crc: int) -> None:
+        """Complete the record around data that are in place; `crc` is their CRC-32.
+
+        Raises: WriteError.
+        """
+        prefix, suffix = reservation.frame.sealed(crc)
+        start = reservation.start
+        _write_at(reservation.fd, reservation.file, start - len(prefix), prefix)
+        _write_at(reservation.fd, reservation.file, start + reservation.nbytes, suffix)
+
+    def write(self, key: str, spec: TensorSpec, box: Box, blocks: Iterable[Any]) -> None:
+        """Write a box of the tensor `key` from blocks of bytes, in C order.
+
+        Raises: as `reserve`; WriteError too if the blocks hold more or fewer bytes than the box.
+        """
+        room = self.reserve(key, spec, box)
+        at = room.start
+        crc = 0
+        small: list[bytes] = []
+        for block in blocks:
+            view = memoryview(block).cast("B")
+            crc = crc32(view, crc)
+            if at + len(view) > room.start + room.nbytes:
+                raise WriteError(f"{key}: more than {room.nbytes:,} bytes came for one chunk")
+            if room.nbytes <= _SMALL:
+                small.append(bytes(view))
+            else:
+                _write_at(room.fd, room.file, at, view)
+            at += len(view)
+        if at != room.start + room.nbytes:
+            raise WriteError(
+                f"{key}: {at - room.start:,} of {room.nbytes:,} bytes came for one chunk; "
+                "the source changed while it was read"
+            )
+        if room.nbytes <= _SMALL:
+            prefix, suffix = room.frame.sealed(crc)
+            record = b"".join((prefix, *small, suffix))
+            _write_at(room.fd, room.file, room.start - len(prefix), record)
+        else:
+            self.commit(room, crc)
+
+    def write_object(self, key: str, value: Any) -> None:
+        """Write a bytes entry: `[None]` for an `_extra_state` that holds nothing.
+
+        Raises: WriteError; TypeError for values that `PickleWriter.save` does not know.
+        """
+        record = object_record(value)
+        fd, file, offset = self._place(key, len(record), None, (), Box((), ()))
+        _write_at(fd, file, offset, record)
+
+    def close(self) -> tuple[Written, ...]:
+        """Bring everything to disk and say what was written.
+
+        Raises: WriteError.
+        """
+        try:
+            for file, fd in self._files:
+                try:
+                    os.fsync(fd)
+                except OSError as error:
+                    raise _failed(file, error) from None
+        finally:
+            self._release()
+        sync_folder(self.folder)
+        return tuple(self._written)
+
+    def _release(self) -> None:
+        for _, fd in self._files:
+            os.close(fd)
+        self._files = []
+
+    def _place(
+        self, key: str, length: int, dtype: str | None, shape: Shape, box: Box
+    ) -> tuple[int, Path, int]:
+        """Reserve the next `length` bytes for a record and remember it."""
+        with self._lock:
+            if not self._files or self._end >= self._limit:
+                file = self.folder / f"__{self.rank}_{len(self._files)}.distcp"
+                try:
+                    self._files.append((file, os.open(file, _NEW, 0o644)))
+                except OSError as error:
+                    raise _failed(file, error) from None
+                self._end = 0
+            file, fd = self._files[-1]
+            offset = -(-self._end // ALIGNMENT) * ALIGNMENT
+            self._end = offset + length
+            self._written.append(
+                Written(key, dtype, shape, box.offsets, box.sizes, file.name, offset, length)
+            )
+        return fd, file, offset
+
+
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
+
+
+def _write_at(fd: int, file: Path, offset: int, data: bytes | memoryview) -> None:
+    try:
+        done = os.pwrite(fd, data, offset)
+        while done < len(data):  # more than 2 GiB at once, or a signal
+            done += os.pwrite(fd, memoryview(data)[done:], offset + done)
+    except OSError as error:
+        raise _failed(file, error) from None
+
+
+def _failed(file: Path, error: OSError) -> WriteError:
+    what = f"{file}: cannot be written: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what += "; free some space or choose another disk"
+    return WriteError(what)
+
+
+def write_file(file: Path, data: bytes) -> None:
+    """Write a small file and bring it to disk.
+
+    Raises: WriteError.
+    """
+    try:
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    except OSError as error:
+        raise _failed(file, error) from None
+    try:
+        _write_at(fd, file, 0, data)
+        os.fsync(fd)
+    except OSError as error:
+        raise _failed(file, error) from None
+    finally:
+        os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk.
+
+    Raises: WriteError.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _failed(folder, error) from None
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise _failed(folder, error) from None
+    finally:
+        os.close(fd)
