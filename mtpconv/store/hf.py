@@ -227,9 +227,11 @@ def _locate(
         if file in shards and tensor not in shards[file].tensors:
             problems.append(_ghost(tensor, file, holders.get(tensor, ())))
     where: dict[str, str] = {}
+    indexed = set(weight_map.values())
     for tensor, files in holders.items():
         said = weight_map.get(tensor)
-        where[tensor] = said if said in files else files[0]
+        known = [f for f in files if f in indexed] or files
+        where[tensor] = said if said in files else known[0]
         if len(files) > 1:
             problems.append(_duplicate(tensor, files, shards, compare_bytes))
         elif said is None and index.value is not None:

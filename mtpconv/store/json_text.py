@@ -12,6 +12,7 @@ from mtpconv.errors import UnreadableError
 
 #: Units: bytes. GLM-5.2's index is 5 MB, the largest config.json seen is under 1 MB.
 MAX_JSON_BYTES = 100_000_000
+_MAX_NESTING = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,4 +67,21 @@ def parse_json(text: bytes, path: Path) -> JsonText:
         raise UnreadableError(f"{path}: is not UTF-8; download it again") from error
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{path}: is not JSON: {str(error)[:120]}") from error
+    if text.count(b"{") + text.count(b"[") > _MAX_NESTING and _is_deep(value):
+        raise UnreadableError(f"{path}: nests deeper than {_MAX_NESTING} levels")
     return JsonText(text, value, tuple(dict.fromkeys(doubled)))
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether comparing or printing the value could exhaust the stack."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(_MAX_NESTING):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return False
+    return True

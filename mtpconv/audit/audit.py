@@ -1,0 +1,226 @@
+"""One audit: two sides, or one against its own config, to a report. No printing, no exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from mtpconv.audit.base import changed_regions, stale_findings
+from mtpconv.audit.codes import checked_kinds, finding
+from mtpconv.audit.compare import Outcome, Progress, read_stats
+from mtpconv.audit.config_rules import compare_configs
+from mtpconv.audit.content import content_findings, depth_status, twin_findings
+from mtpconv.audit.excuses import find_excuses
+from mtpconv.audit.files import file_findings, reference_findings
+from mtpconv.audit.finding import Compared, Finding, Report, Tier
+from mtpconv.audit.hints import find_hints
+from mtpconv.audit.mtp import pair_status, promise_findings, single_status
+from mtpconv.audit.options import Options
+from mtpconv.audit.pair import (
+    Differences,
+    difference_findings,
+    failure_findings,
+    find_differences,
+    is_router_bias,
+)
+from mtpconv.audit.quantised import is_quantised
+from mtpconv.audit.single import completeness_findings, missing_names, single_regions
+from mtpconv.audit.subject import Subject, without_unindexed
+from mtpconv.audit.verdict import Looked, make_report
+from mtpconv.tensors import Region
+
+
+def audit(
+    before: Subject | None,
+    after: Subject,
+    options: Options | None = None,
+    *,
+    base: Subject | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Audit `after` against `before`, or alone if that is None.
+
+    `base` is the checkpoint that `after` was trained from; MTP tensors that still equal it while
+    the trunk moved on are stale. The same inputs always give an equal report.
+    """
+    options = options or Options()
+    if "index-authoritative" in options.allow:
+        after = without_unindexed(after)
+        before = without_unindexed(before) if before is not None else None
+    if before is None:
+        return _audit_single(after, options, base, progress)
+    return _audit_pair(before, after, options, base, progress)
+
+
+def _audit_pair(
+    before: Subject,
+    after: Subject,
+    options: Options,
+    base: Subject | None,
+    progress: Progress | None,
+) -> Report:
+    regions = _pair_regions(before, after)
+    found = find_differences(before, after, options, regions, progress)
+    excused = find_excuses(found, before, after, options, regions)
+    findings = list(file_findings(after))
+    notes: tuple[str, ...] = ()
+    content: list[Finding] = []
+    if options.expect == "structure":
+        # Values are meant to differ: they are counted per region, not listed.
+        listed = Differences(found.missing, found.extra, found.dtype, found.shape)
+        findings += difference_findings(listed, before, after, regions, excused, {})
+        if options.read_bytes:
+            notes, content = changed_regions(found, regions)
+    else:
+        hints = find_hints(found, before, after) if options.read_bytes else {}
+        findings += difference_findings(found, before, after, regions, excused, hints)
+    failures = list(failure_findings(found.failures, before, after))
+    findings += [f for side, f in failures if side == "after"]
+    findings += _config_findings(before, after, found, options)
+    content += content_findings(found.outcomes, regions, is_pair=True)
+    if after.has_bytes and options.expect == "bytes":
+        content += twin_findings(after, regions, found.changed)
+    content += stale_findings(after, base, regions)
+    findings += content
+    findings += _own_faults(before, after, regions, findings)
+    states = found.states()
+    states.update(dict.fromkeys(excused, "allowed"))
+    status = pair_status(before, after, regions, states, excused, depth_status(content))
+    compared = Compared(
+        len(found.not_read) + len(found.same) + len(found.changed)
+        if not options.read_bytes
+        else len(found.same) + len(found.changed),
+        found.nbytes,
+        tuple(found.not_read) if options.read_bytes else (),
+        notes,
+    )
+    differences = found.missing or found.extra or found.dtype or found.shape
+    looked = Looked(
+        before, after, _pair_tier(before, after, found, options), compared, status, states,
+        regions, nothing=not compared.tensors and not differences,
+        checked=_checked(before, after, options, base),
+    )  # fmt: skip
+    about_reference = [
+        *reference_findings(before),
+        *(f for side, f in failures if side == "before"),
+    ]
+    return make_report(looked, findings, about_reference, options)
+
+
+def _audit_single(
+    after: Subject, options: Options, base: Subject | None, progress: Progress | None
+) -> Report:
+    regions = single_regions(after)
+    missing = missing_names(after)
+    findings = [*file_findings(after), *promise_findings(after, regions, "error")]
+    findings += completeness_findings(after, regions, missing)
+    if after.config is None and after.format == "hf":
+        findings += _no_config(after)
+    content: list[Finding] = []
+    nbytes = 0
+    if options.read_bytes and after.has_bytes:
+        outcomes: dict[str, Outcome] = {}
+        failures = []
+        for outcome in read_stats(after, _worth_reading(after, regions)):
+            if outcome.unreadable is not None:
+                failures.append((outcome.name, *outcome.unreadable))
+                continue
+            outcomes[outcome.name] = outcome
+            nbytes += after.tensors[outcome.name].nbytes
+            if progress is not None:
+                progress(after.tensors[outcome.name].nbytes)
+        findings += [f for _, f in failure_findings(failures, None, after)]
+        content += content_findings(outcomes, regions, is_pair=False)
+        content += twin_findings(after, regions, outcomes)
+    content += stale_findings(after, base, regions)
+    findings += content
+    status = single_status(after, regions, missing, depth_status(content))
+    states = dict.fromkeys(after.tensors, "present")
+    states |= dict.fromkeys(after.unread, "unreadable") | dict.fromkeys(missing, "missing")
+    regions |= after.naming.regions(after.unread)
+    if after.expected is not None:
+        regions |= {n: after.expected.regions[n] for n in missing}
+    looked = Looked(
+        None, after, "L0" if after.tensors else "none", Compared(len(after.tensors), nbytes),
+        status, dict(sorted(states.items())), regions, nothing=not after.tensors,
+        checked=_checked(None, after, options, base),
+    )  # fmt: skip
+    return make_report(looked, findings, (), options)
+
+
+def _pair_regions(before: Subject, after: Subject) -> dict[str, Region]:
+    """The regions of all names of both sides.
+
+    The reference says which layer number is the first MTP depth; a config that lost layers
+    must not turn trunk tensors into MTP ones.
+    """
+    naming = (before if before.config is not None else after).naming
+    names = before.tensors.keys() | after.tensors.keys() | before.unread | after.unread
+    regions = naming.regions(names)
+    for subject in (after, before):
+        known = subject.expected.regions if subject.expected else subject.regions
+        regions.update((n, known[n]) for n in names if n in known)
+    return regions
+
+
+def _config_findings(
+    before: Subject, after: Subject, found: Differences, options: Options
+) -> Iterator[Finding]:
+    if "config" in options.allow:
+        return
+    if after.config is None and after.format == "hf":
+        yield from _no_config(after)
+    elif before.config is not None and after.config is not None:
+        requantised = any(is_quantised(s, n) for s in (before, after) for n in found.dtype)
+        yield from compare_configs(before.config, after.config, tensors_requantised=requantised)
+
+
+def _no_config(after: Subject) -> Iterator[Finding]:
+    if not any(p.file == "config.json" and not p.warning for p in after.problems):
+        yield finding(
+            "config_missing", "error",
+            f"{after.path}: has no config.json; no loader can open it. Copy it from the source",
+            file="config.json",
+        )  # fmt: skip
+
+
+def _own_faults(
+    before: Subject, after: Subject, regions: Mapping[str, Region], findings: list[Finding]
+) -> Iterator[Finding]:
+    """Contradictions between config and MTP that both sides share; others are differences."""
+    if after.config is None or before.config is None:
+        return
+    differs = {"missing_tensor", "extra_tensor", "config_mismatch", "index_missing_file"}
+    if not any(f.kind in differs and f.severity == "error" for f in findings):
+        yield from promise_findings(after, regions, "warning")
+
+
+def _worth_reading(after: Subject, regions: Mapping[str, Region]) -> list[str]:
+    """The tensors whose values say whether MTP was trained."""
+    names = after.tensors.keys() - after.unread
+    return sorted(n for n in names if regions[n].kind == "mtp" or is_router_bias(n))
+
+
+def _pair_tier(before: Subject, after: Subject, found: Differences, options: Options) -> Tier:
+    if not options.read_bytes or found.not_read or found.unread:
+        return "L0"
+    if not (found.same or found.changed):
+        return "none" if not (found.missing or found.extra) else "L0"
+    return "L2" if before.has_bytes and after.has_bytes else "L1"
+
+
+def _checked(
+    before: Subject | None, after: Subject, options: Options, base: Subject | None
+) -> tuple[str, ...]:
+    both_configs = before is not None and before.config is not None and after.config is not None
+    compares = before is not None and options.read_bytes and options.expect == "bytes"
+    return checked_kinds(
+        is_pair=before is not None,
+        has_config=after.config is not None,
+        compares_config=both_configs and "config" not in options.allow,
+        compares_bytes=compares,
+        reads_values=options.read_bytes and after.has_bytes,
+        has_table=after.expected is not None,
+        has_base=base is not None,
+        has_waivers=bool(options.waivers),
+        profile=options.profile,
+    )

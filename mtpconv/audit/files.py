@@ -1,0 +1,38 @@
+"""What is wrong with the files themselves: problems of the reader as findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtpconv.audit.codes import CODES, finding
+from mtpconv.audit.finding import Finding, Severity
+from mtpconv.audit.subject import Subject
+from mtpconv.store.checkpoint import Problem
+
+#: Faults after which the reference no longer says what the right bytes are.
+_SPOILS_REFERENCE = frozenset(
+    {"unreadable_file", "index_missing_file", "duplicate_tensor_conflict"}
+)
+
+
+def file_findings(subject: Subject) -> Iterator[Finding]:
+    """One finding per problem of the checkpoint under audit."""
+    for problem in subject.problems:
+        yield _finding(subject, problem, "warning" if problem.warning else "error", "")
+
+
+def reference_findings(subject: Subject) -> Iterator[Finding]:
+    """Problems of the reference: errors only where it no longer says what is right."""
+    for problem in subject.problems:
+        spoils = problem.kind in _SPOILS_REFERENCE and not problem.warning
+        yield _finding(subject, problem, "error" if spoils else "warning", "reference: ")
+
+
+def _finding(subject: Subject, problem: Problem, severity: Severity, prefix: str) -> Finding:
+    # A reader may know more kinds than there are codes; such a file could not be understood.
+    kind = problem.kind if problem.kind in CODES else "unreadable_file"
+    region = subject.naming.region(problem.tensor) if problem.tensor else None
+    return finding(
+        kind, severity, prefix + problem.message, tensor=problem.tensor, file=problem.file,
+        tensors=problem.tensors, files=problem.files, region=region,
+    )  # fmt: skip

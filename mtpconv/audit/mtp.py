@@ -1,0 +1,201 @@
+"""The state of MTP: what the config promises, what is there, and what became of it per depth."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+
+from mtpconv.audit.codes import finding
+from mtpconv.audit.finding import Finding, MtpDepth, MtpStatus, Severity
+from mtpconv.audit.names import expected_mtp_prefix, layer_number, mtp_prefix
+from mtpconv.audit.promise import Promise, read_promise
+from mtpconv.audit.subject import Subject
+from mtpconv.ranges import compress
+from mtpconv.tensors import Region
+
+#: From best to worst; the module is as good as its worst depth.
+_ORDER = (
+    "none", "preserved", "present", "changed", "constant", "narrowed", "same_as_trunk",
+    "fresh", "stale", "not_finite", "zero", "orphan", "unreadable", "partial", "dropped",
+    "absent",
+)  # fmt: skip
+
+
+def depths_of(names: Collection[str], regions: Mapping[str, Region]) -> dict[int, list[str]]:
+    """The MTP tensors of each depth."""
+    out: dict[int, list[str]] = defaultdict(list)
+    for name in names:
+        region = regions[name]
+        if region.kind == "mtp":
+            out[region.index].append(name)
+    return dict(sorted(out.items()))
+
+
+def promise_findings(
+    subject: Subject, regions: Mapping[str, Region], severity: Severity
+) -> Iterator[Finding]:
+    """Config and tensors contradict each other about MTP, in either direction.
+
+    Uses names and config only, so it needs no table. Tensors in files that could not be read
+    count as present.
+    """
+    promise = read_promise(subject.config)
+    for path, message in promise.contradictions:
+        yield finding(
+            "config_contradiction", severity, f"config.json: {message}", field=path,
+            file="config.json",
+        )  # fmt: skip
+    if subject.config is None:
+        return
+    present = depths_of(subject.tensors, regions)
+    hidden = {subject.naming.region(n) for n in subject.unread}
+    yield from _missing(subject, promise, present, hidden, severity)
+    yield from _orphans(promise, present, severity)
+
+
+def _missing(
+    subject: Subject,
+    promise: Promise,
+    present: Mapping[int, list[str]],
+    hidden: Collection[Region],
+    severity: Severity,
+) -> Iterator[Finding]:
+    if subject.blind:
+        return
+    wanted = promise.depths or 0
+    for depth in range(wanted):
+        if depth in present or Region("mtp", depth) in hidden:
+            continue
+        layer = None if promise.layers is None else promise.layers + depth
+        prefix = expected_mtp_prefix(promise.model_type, subject.tensors, layer)
+        field = promise.fields[0][0] if promise.fields else None
+        known = subject.expected.regions if subject.expected else {}
+        names = tuple(sorted(n for n, r in known.items() if r == Region("mtp", depth)))
+        if names:
+            prefix = mtp_prefix(names[0])
+        elif not prefix.startswith(f"{prefix.split('layers.')[0]}layers."):
+            layer = None
+        total = f"{len(names)} tensors of " if names else ""
+        yield finding(
+            "mtp_missing", severity,
+            f"{total}{prefix} (MTP depth {depth}) are absent; config promises {field} = {wanted}."
+            " Restore them or set the field to 0",
+            layer=layer, prefix=prefix, field=field, region=Region("mtp", depth), tensors=names,
+        )  # fmt: skip
+    if promise.by_family and not present and not hidden:
+        prefix = expected_mtp_prefix(promise.model_type, subject.tensors, promise.layers)
+        yield finding(
+            "mtp_missing", "warning",
+            f"no tensor of {prefix}: {promise.model_type} releases ship MTP without saying so in"
+            " the config; this checkpoint has none",
+            prefix=prefix, region=Region("mtp", 0),
+        )  # fmt: skip
+
+
+def _orphans(
+    promise: Promise, present: Mapping[int, list[str]], severity: Severity
+) -> Iterator[Finding]:
+    if promise.by_family:
+        return
+    for depth, names in present.items():
+        if depth < (promise.depths or 0):
+            continue
+        field = promise.fields[0][0] if promise.fields else "an MTP count field"
+        said = "has no" if not promise.fields else f"promises only {promise.depths} in"
+        prefix = mtp_prefix(names[0])
+        yield finding(
+            "mtp_orphan", severity,
+            f"{len(names)} tensors of {prefix} (MTP depth {depth}) but config.json {said} {field};"
+            " loaders ignore them",
+            layer=layer_number(names[0]), prefix=prefix, region=Region("mtp", depth),
+            tensors=tuple(sorted(names)),
+        )  # fmt: skip
+
+
+def single_status(
+    subject: Subject,
+    regions: Mapping[str, Region],
+    missing: Collection[str],
+    content: Mapping[int, str],
+) -> MtpStatus:
+    """State per depth of one checkpoint alone. `missing`: names the table wants and are absent."""
+    promise = read_promise(subject.config)
+    present = depths_of(subject.tensors, regions)
+    expected = subject.expected
+    wanted = depths_of(expected.tensors, expected.regions) if expected else {}
+    lost = set(missing)
+    hidden = depths_of(subject.unread, subject.naming.regions(subject.unread))
+    depths = []
+    numbers = sorted({*present, *wanted, *hidden, *range(promise.depths or 0)})
+    for depth in numbers:
+        names = present.get(depth, [])
+        gone = sorted(n for n in wanted.get(depth, ()) if n in lost)
+        status, detail = "present", None
+        if not names:
+            status = "unreadable" if depth in hidden or subject.blind else "absent"
+        elif gone:
+            status, detail = "partial", f"absent: {compress(gone, 5)}"
+        elif depth in hidden:
+            status, detail = "unreadable", f"{len(hidden[depth])} tensors in unreadable files"
+        elif promise.none_promised or (promise.depths is not None and depth >= promise.depths):
+            status = "present" if promise.by_family or subject.config is None else "orphan"
+        elif depth in content:
+            status, detail = content[depth], None
+        count = len(wanted[depth]) if depth in wanted else None
+        depths.append(MtpDepth(depth, status, len(names), count, detail))
+    return _whole(promise, depths)
+
+
+def pair_status(
+    before: Subject,
+    after: Subject,
+    regions: Mapping[str, Region],
+    states: Mapping[str, str],
+    excused: Collection[str],
+    content: Mapping[int, str],
+) -> MtpStatus:
+    """State per depth of a checkpoint against its reference."""
+    old, new = depths_of(before.tensors, regions), depths_of(after.tensors, regions)
+    depths = []
+    for depth in sorted({*old, *new}):
+        had, has = old.get(depth, []), new.get(depth, [])
+        depths.append(_pair_depth(depth, had, has, states, excused, content.get(depth)))
+    promised = read_promise(after.config if after.config is not None else before.config)
+    return _whole(promised, depths)
+
+
+def _pair_depth(
+    depth: int,
+    had: list[str],
+    has: list[str],
+    states: Mapping[str, str],
+    excused: Collection[str],
+    content: str | None,
+) -> MtpDepth:
+    by_state: dict[str, list[str]] = defaultdict(list)
+    for name in {*had, *has}:
+        if name not in excused:
+            by_state[states[name]].append(name)
+    detail = None
+    if not had:
+        status, detail = "orphan", "not in the reference"
+    elif not has:
+        status = "unreadable" if by_state["unreadable"] else "dropped"
+    elif by_state["missing"]:
+        status, detail = "partial", f"absent: {compress(sorted(by_state['missing']), 5)}"
+    elif by_state["unreadable"]:
+        status, detail = "unreadable", compress(sorted(by_state["unreadable"]), 5)
+    elif content:
+        status = content
+    elif changed := [n for s in ("changed", "dtype", "shape") for n in by_state[s]]:
+        status, detail = "changed", compress(sorted(changed), 5)
+    else:
+        status = "present" if by_state["not_read"] else "preserved"
+    return MtpDepth(depth, status, len(has), len(had), detail)
+
+
+def _whole(promise: Promise, depths: list[MtpDepth]) -> MtpStatus:
+    status = max((d.status for d in depths), key=_ORDER.index, default="none")
+    if not depths and promise.depths:
+        status = "absent"
+    return MtpStatus(status, promise.depths, tuple(depths))

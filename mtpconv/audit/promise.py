@@ -1,0 +1,98 @@
+"""What a config promises about MTP, read as raw JSON at every nesting level.
+
+0, null and absent are kept apart: loaders disagree on an absent field (transformers invents 1
+for some families), while 0 and null say "none" to all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtpconv.audit.names import PROMISED_BY_FAMILY, Naming
+from mtpconv.geometry import MTP_FIELDS, text_config
+
+Config = Mapping[str, Any]
+
+#: Parts of a config that describe something other than the language model.
+_ELSEWHERE = ("vision", "audio", "quantization", "speech", "generation", "draft")
+_MAX_DEPTH = 6
+_LAYER_FIELDS = ("num_hidden_layers", "num_layers", "n_layer")
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What one config says about MTP."""
+
+    model_type: str | None
+    #: promised depths; None if no field says anything (or there is no config)
+    depths: int | None
+    #: every MTP count field found, by dotted path, with its raw value
+    fields: tuple[tuple[str, Any], ...]
+    #: num_hidden_layers; None if absent
+    layers: int | None
+    #: the family ships MTP although its config has no field for it
+    by_family: bool
+    #: faults of the fields themselves, one line each
+    contradictions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def none_promised(self) -> bool:
+        """Whether MTP tensors would be orphans."""
+        return not self.depths and not self.by_family
+
+
+def read_promise(config: Config | None) -> Promise:
+    """What the config promises; a promise of nothing for an absent config."""
+    if config is None:
+        return Promise(None, None, (), None, False)
+    model_type = config.get("model_type")
+    kind = model_type if isinstance(model_type, str) else None
+    fields = tuple(_count_fields(config, "", 0))
+    faults: list[tuple[str, str]] = []
+    counts: dict[str, int] = {}
+    for path, value in fields:
+        if value is None:
+            counts[path] = 0
+        elif type(value) is int and 0 <= value < 1000:
+            counts[path] = value
+        else:
+            faults.append((path, f"{path} is {value!r}, not a number of MTP depths"))
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{p} = {n}" for p, n in counts.items())
+        faults.append((next(iter(counts)), f"MTP count fields contradict each other: {shown}"))
+    layers = _layers(config)
+    by_family = not fields and kind is not None and kind.startswith(PROMISED_BY_FAMILY)
+    depths = max(counts.values()) if counts else None
+    return Promise(kind, depths, fields, layers, by_family, tuple(faults))
+
+
+def naming_of(config: Config | None) -> Naming:
+    """How names map to regions under this config."""
+    if config is None:
+        return Naming()
+    pattern = text_config(config).get("mtp_hybrid_override_pattern")
+    period = len(pattern) if isinstance(pattern, str) and pattern else 1
+    return Naming(_layers(config), period)
+
+
+def _layers(config: Config) -> int | None:
+    for part in (text_config(config), config):
+        for field in _LAYER_FIELDS:
+            value = part.get(field)
+            if type(value) is int and value >= 0:
+                return value
+    return None
+
+
+def _count_fields(config: Config, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if key in MTP_FIELDS:
+            yield prefix + key, value
+        elif (
+            isinstance(value, dict)
+            and depth < _MAX_DEPTH
+            and not any(word in key for word in _ELSEWHERE)
+        ):
+            yield from _count_fields(value, f"{prefix}{key}.", depth + 1)

@@ -1,0 +1,125 @@
+"""One checkpoint against its own config: complete, and nothing that does not belong there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from mtpconv.audit.codes import finding
+from mtpconv.audit.finding import Finding
+from mtpconv.audit.mtp import depths_of
+from mtpconv.audit.promise import read_promise
+from mtpconv.audit.quantised import companion_base, is_quantised, scale_findings
+from mtpconv.audit.subject import Expected, Subject
+from mtpconv.audit.tablefree import tablefree_findings
+from mtpconv.tensors import DTYPE_BITS, Region
+
+
+def single_regions(subject: Subject) -> dict[str, Region]:
+    """The region of every tensor: from the table where it knows the name, else from the name."""
+    regions = subject.naming.regions(subject.tensors)
+    known = subject.expected.regions if subject.expected else subject.regions
+    regions.update((n, known[n]) for n in subject.tensors if n in known)
+    return regions
+
+
+def missing_names(subject: Subject) -> list[str]:
+    """Tensors that the table promises and that are neither there nor in an unreadable file."""
+    expected = subject.expected
+    if expected is None or subject.blind:
+        return []
+    elsewhere = subject.unread | subject.ghosts
+    return sorted(
+        n
+        for n in expected.tensors
+        if n not in subject.tensors and n not in elsewhere and not _is_stored_packed(subject, n)
+    )
+
+
+def completeness_findings(
+    subject: Subject, regions: Mapping[str, Region], missing: Collection[str]
+) -> Iterator[Finding]:
+    """What the table, or without one the names and the config, say is wrong."""
+    expected = subject.expected
+    if expected is None:
+        why = (
+            f"there is no mapping table for model_type {subject.model_type!r}"
+            if subject.config is not None
+            else "there is no config"
+        )
+        yield finding(
+            "completeness_not_checked",
+            "note",
+            f"{why}; that every tensor is there was not checked, only what names and config tell",
+        )
+        yield from tablefree_findings(subject, regions)
+    else:
+        yield from _missing(subject, expected, missing)
+        yield from _unexpected(subject, expected, regions)
+        yield from _misshapen(subject, expected)
+    yield from scale_findings(subject, regions)
+
+
+def _missing(subject: Subject, expected: Expected, missing: Collection[str]) -> Iterator[Finding]:
+    present = depths_of(subject.tensors, {**subject.naming.regions(subject.tensors)})
+    for name in missing:
+        region = expected.regions[name]
+        if region.kind == "mtp" and region.index not in present:
+            continue  # the depth as a whole is one finding, mtp_missing
+        yield finding(
+            "missing_tensor",
+            "error",
+            f"{name}: config and mapping table promise it, the checkpoint does not hold it",
+            tensor=name,
+            region=region,
+        )
+
+
+def _unexpected(
+    subject: Subject, expected: Expected, regions: Mapping[str, Region]
+) -> Iterator[Finding]:
+    promise = read_promise(subject.config)
+    for name in sorted(subject.tensors):
+        if name in expected.tensors:
+            continue
+        base = companion_base(name)
+        if base in expected.tensors:
+            continue
+        region = regions[name]
+        if region.kind == "mtp" and region.index >= (promise.depths or 0):
+            continue  # the depth as a whole is one finding, mtp_orphan
+        yield finding(
+            "extra_tensor",
+            "error",
+            f"{name}: neither config nor mapping table know it",
+            tensor=name,
+            region=region,
+        )
+
+
+def _misshapen(subject: Subject, expected: Expected) -> Iterator[Finding]:
+    for name, wanted in sorted(expected.tensors.items()):
+        spec = subject.tensors.get(name)
+        if spec is None or spec == wanted or is_quantised(subject, name):
+            continue
+        region = expected.regions[name]
+        if spec.shape != wanted.shape:
+            a, b = list(wanted.shape), list(spec.shape)
+            yield finding(
+                "shape_mismatch",
+                "error",
+                f"{name}: is {b}, config and table say {a}",
+                tensor=name, region=region, before=a, after=b,
+            )  # fmt: skip
+        if spec.dtype != wanted.dtype:
+            lost = DTYPE_BITS[spec.dtype] < DTYPE_BITS[wanted.dtype]
+            yield finding(
+                "dtype_mismatch",
+                "warning",
+                f"{name}: is {spec.dtype}, config and table say {wanted.dtype}"
+                + ("; low bits are lost" if lost else ""),
+                tensor=name, region=region, before=wanted.dtype, after=spec.dtype,
+            )  # fmt: skip
+
+
+def _is_stored_packed(subject: Subject, name: str) -> bool:
+    return name + "_packed" in subject.tensors

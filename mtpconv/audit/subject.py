@@ -1,0 +1,178 @@
+"""One side of an audit, whatever it is on disk: names, bytes or digests, config, problems."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mtpconv.audit.finding import Side
+from mtpconv.audit.names import Naming
+from mtpconv.audit.promise import naming_of
+from mtpconv.store.checkpoint import Checkpoint, Problem
+from mtpconv.store.content import Piece, Pieced, pieces
+from mtpconv.store.hf import CONFIG_NAME, HfCheckpoint
+from mtpconv.store.manifest import Manifest
+from mtpconv.store.torch_dist import TorchDistCheckpoint
+from mtpconv.tensors import Region, TensorSpec
+from mtpconv.view import HfView
+
+_UNREADABLE = ("unreadable_file", "index_missing_file")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The inventory a mapping table promises for a config."""
+
+    tensors: Mapping[str, TensorSpec]
+    regions: Mapping[str, Region]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One side of an audit.
+
+    `content` has the names the report uses: a torch_dist checkpoint compared with an HF folder
+    comes as a view that already has HF names.
+    """
+
+    path: str
+    format: str
+    content: Checkpoint | Pieced
+    problems: Sequence[Problem] = ()
+    #: config.json as raw JSON; None if this side has none
+    config: Mapping[str, Any] | None = None
+    #: BLAKE3 per tensor where the bytes are elsewhere
+    digests: Mapping[str, str] | None = None
+    #: what the table promises; None without a table
+    expected: Expected | None = None
+    #: names given by another side or by a table, where names alone do not tell
+    regions: Mapping[str, Region] = field(default_factory=dict)
+    dialect: str | None = None
+    #: files that the index names; None without an index
+    indexed_files: frozenset[str] | None = None
+    #: file of each tensor, where one file holds it whole
+    where: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Every readable tensor."""
+        return self.content.tensors
+
+    @property
+    def has_bytes(self) -> bool:
+        """False for a manifest."""
+        return self.digests is None
+
+    @property
+    def model_type(self) -> str | None:
+        """model_type of the config."""
+        value = (self.config or {}).get("model_type")
+        return value if isinstance(value, str) else None
+
+    @property
+    def naming(self) -> Naming:
+        """How this side's names map to regions."""
+        return naming_of(self.config)
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Tensors known to be in files that are absent or unreadable."""
+        lost = (p.tensors for p in self.problems if p.kind in _UNREADABLE)
+        return frozenset(name for names in lost for name in names)
+
+    @property
+    def blind(self) -> bool:
+        """Whether some file could not be read and nothing says what it holds."""
+        return any(
+            p.kind in _UNREADABLE
+            and not p.tensors
+            and not (p.file or "").endswith((CONFIG_NAME, ".index.json"))
+            for p in self.problems
+        )
+
+    @property
+    def misshapen(self) -> frozenset[str]:
+        """Tensors that could not be brought into their shape; each is a problem of its own."""
+        return frozenset(p.tensor for p in self.problems if p.kind == "shape_mismatch" and p.tensor)
+
+    @property
+    def ghosts(self) -> frozenset[str]:
+        """Tensors that the index puts into a file that does not hold them."""
+        return frozenset(
+            p.tensor for p in self.problems if p.kind == "index_entry_not_in_file" and p.tensor
+        )
+
+    def side(self) -> Side:
+        """What the report says about this side."""
+        total = sum(spec.nbytes for spec in self.tensors.values())
+        return Side(self.path, self.format, len(self.tensors), total, self.dialect)
+
+
+def hf_subject(checkpoint: HfCheckpoint, expected: Expected | None = None) -> Subject:
+    """An HF folder as one side."""
+    indexed = frozenset(checkpoint.weight_map.values()) if checkpoint.index is not None else None
+    return Subject(
+        str(checkpoint.path), "hf", checkpoint, checkpoint.problems, checkpoint.config,
+        expected=expected, indexed_files=indexed, where=checkpoint.where,
+    )  # fmt: skip
+
+
+def manifest_subject(manifest: Manifest) -> Subject:
+    """A saved manifest as one side."""
+    return Subject(str(manifest.path), "manifest", manifest, (), manifest.config, manifest.digests)
+
+
+def view_subject(view: HfView, expected: Expected | None = None) -> Subject:
+    """A torch_dist checkpoint seen under HF names as one side.
+
+    Sharded keys that the mapping table does not know are problems: nothing disappears silently.
+    """
+    unknown = [
+        Problem("extra_tensor", f"{key}: no row of the mapping table knows it", tensor=key)
+        for key in view.unmapped
+        if not key.endswith("_extra_state")
+    ]
+    return Subject(
+        str(view.path), "torch_dist", view, (*view.problems, *unknown),
+        expected=expected, regions=view.plan.regions, dialect=view.layout.name,
+    )  # fmt: skip
+
+
+def torch_dist_subject(checkpoint: TorchDistCheckpoint) -> Subject:
+    """A torch_dist checkpoint under its own sharded keys as one side."""
+    return Subject(str(checkpoint.path), "torch_dist", checkpoint, checkpoint.problems)
+
+
+def without_unindexed(subject: Subject) -> Subject:
+    """The side as engines see it: files that the index does not name do not exist."""
+    indexed = subject.indexed_files
+    if indexed is None:
+        return subject
+    problems = []
+    for problem in subject.problems:
+        files = [f for f in problem.files if f in indexed]
+        stray = problem.kind == "tensor_not_in_index" and problem.file not in indexed
+        unread = (
+            problem.kind == "unreadable_file"
+            and not problem.tensors
+            and ((problem.file or "").endswith(".safetensors") and problem.file not in indexed)
+        )
+        copies = problem.kind.startswith("duplicate_tensor") and len(files) < 2
+        if not (stray or unread or copies):
+            problems.append(problem)
+    held = {n: s for n, s in subject.tensors.items() if subject.where.get(n) in indexed}
+    content = _Narrowed(subject.content, held)
+    return replace(subject, content=content, problems=tuple(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class _Narrowed:
+    """Some of the tensors of a checkpoint."""
+
+    whole: Checkpoint | Pieced
+    tensors: Mapping[str, TensorSpec]
+
+    def pieces(self, name: str) -> Sequence[Piece]:
+        """Where the bytes of a tensor lie."""
+        return pieces(self.whole, name)
