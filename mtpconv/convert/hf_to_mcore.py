@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
@@ -19,7 +20,7 @@ from mtpconv.mapping.layouts import Layout, layout_of, training_layout
 from mtpconv.mapping.ops import PADDING
 from mtpconv.mapping.plan import CopyStep, Plan, Step
 from mtpconv.mapping.table import Table, find_table, read_table
-megatron_args = lambda g: {}  # PENDING
+from mtpconv.megatron_args import megatron_args
 from mtpconv.progress import Progress
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Files, Piece, blocks_of, pieces
@@ -58,6 +59,8 @@ class HfToMcore:
     dropped: tuple[str, ...]
     #: names the table carries beside
     carried: tuple[str, ...]
+    #: Megatron's arguments for the model, for `common.pt`
+    args: Mapping[str, Any]
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +114,7 @@ def plan_hf2mcore(
         tuple(n for n in plan.hf if n not in gone),
         dropped,
         tuple(n for n in hf.tensors if n not in plan.hf and is_carried(table, n)),
+        megatron_args(plan.geometry),
     )
 
 
@@ -292,12 +296,9 @@ def _write_saved(
 
 
 def _common(work: HfToMcore, iteration: int | None) -> dict[str, object]:
-    args = megatron_args(work.plan.geometry)
     return {
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": iteration or 0,
-    }
+        "args": work.args, "checkpoint_version": 3.0, "iteration": iteration or 0,
+    }  # fmt: skip
 
 
 def _outcome(
