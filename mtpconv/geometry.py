@@ -106,6 +106,11 @@ class Geometry:
         """
         return FACTS[name](self, layer)
 
+    @cached_property
+    def mtp_inner(self) -> int:
+        """Layers within one MTP depth: 1, or the length of Nemotron-H's MTP pattern."""
+        return max(1, len(_pattern(self.text, MTP_PATTERN_FIELDS) or ()))
+
     def is_mtp(self, layer: int) -> bool:
         """True for the layer numbers of MTP depths."""
         return layer >= self.layers
@@ -136,6 +141,8 @@ def read_geometry(config: Config, mtp_default: int | None = None) -> Geometry:
         depths = mtp_default or 0
     else:
         depths = 0 if text[field] is None else require_int(text, field, model_type)
+        if text.get("mtp_use_repeated_layer"):  # one physical block, used again and again
+            depths = min(depths, 1)
     experts = next((f for f in EXPERT_FIELDS if text.get(f) is not None), None)
     return Geometry(
         model_type=model_type,
@@ -148,11 +155,20 @@ def read_geometry(config: Config, mtp_default: int | None = None) -> Geometry:
     )
 
 
+#: Nemotron-H: one letter or word for each layer, of the trunk and of one MTP depth.
+PATTERN_FIELDS = ("hybrid_override_pattern", "layers_block_type")
+MTP_PATTERN_FIELDS = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
+
+
+def _pattern(text: Config, fields: tuple[str, ...]) -> str | list[Any] | None:
+    found = (text.get(f) for f in fields)
+    return next((p for p in found if isinstance(p, str | list) and p), None)
+
+
 def _layers(text: Config, model_type: str) -> int:
-    for field in ("hybrid_override_pattern", "layers_block_type"):  # Nemotron-H
-        pattern = text.get(field)
-        if isinstance(pattern, str | list):
-            return len(pattern)
+    pattern = _pattern(text, PATTERN_FIELDS)
+    if pattern is not None:
+        return len(pattern)
     only = "num_layers" in text and "num_hidden_layers" not in text  # LongCat
     named = "num_layers" if only else "num_hidden_layers"
     return require_int(text, named, model_type)
@@ -329,10 +345,11 @@ _HYBRID_KINDS: Mapping[str, tuple[str, ...]] = {
 
 def _hybrid(kind: str) -> Callable[[Geometry, int], bool]:
     def holds(g: Geometry, layer: int) -> bool:
-        pattern = g.text.get("hybrid_override_pattern", g.text.get("layers_block_type"))
-        if not isinstance(pattern, str | list) or layer >= len(pattern):
+        fields = MTP_PATTERN_FIELDS if g.is_mtp(layer) else PATTERN_FIELDS
+        pattern = _pattern(g.text, fields)
+        if pattern is None:
             return False
-        return pattern[layer] in _HYBRID_KINDS[kind]
+        return pattern[(layer - g.layers) % len(pattern)] in _HYBRID_KINDS[kind]
 
     return holds
 
@@ -381,4 +398,6 @@ FACTS: Mapping[str, Callable[[Geometry, int], bool]] = {
     "has_qk_norm": _says("use_qk_norm"),
     "has_qkv_bias": _says("attention_bias", "use_qkv_bias", "qkv_bias"),
     "is_mtp": lambda g, layer: g.is_mtp(layer),
+    "is_first_inner": lambda g, layer: (layer - g.layers) % g.mtp_inner == 0,
+    "is_last_inner": lambda g, layer: (layer - g.layers) % g.mtp_inner == g.mtp_inner - 1,
 }

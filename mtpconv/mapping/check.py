@@ -206,7 +206,9 @@ def _placeholders(table: Table, stack: Stack) -> Iterator[Fault]:
     for text in (stack.mcore, stack.hf):
         for found in set(_PLACEHOLDER.findall(text)) - given:
             yield Fault("M04", stack.where, f"{{{found}}} has no value in {stack.each!r}")
-    if stack.each != "once" and not ({"layer", "depth"} & set(_PLACEHOLDER.findall(stack.mcore))):
+    if stack.each != "once" and not (
+        {"layer", "depth", "inner"} & set(_PLACEHOLDER.findall(stack.mcore))
+    ):
         yield Fault("M04", stack.where, f"{stack.mcore!r} does not depend on {stack.each!r}")
     for use in table.uses(stack):
         for row in table.blocks.get(use.name, ()):

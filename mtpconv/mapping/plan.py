@@ -17,6 +17,10 @@ from mtpconv.mapping.table import Row, Stack, Table
 from mtpconv.tensors import ROOT, Region, Shape, TensorSpec
 
 
+#: More MTP depths than any release has; where a checkpoint is counted, counting stops here.
+MAX_DEPTHS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One Megatron tensor (per layer, per expert) and the HF tensors it is made of."""
@@ -80,7 +84,8 @@ def make_plan(
 
     `present` are the HF names of a real checkpoint: copies are then planned where they exist,
     else where the table says the releases ship them, and of `a or b` the block whose names
-    exist is taken, else the first. `depths` overrides the promised number.
+    exist is taken, else the first. `depths` overrides the promised number; where the config
+    has no field for it, the checkpoint decides (Qwen3-Next ships one, Qwen3-Coder-Next none).
 
     Raises: RefusedError if the config lacks a field; UsageError if table and config differ.
     """
@@ -90,6 +95,8 @@ def make_plan(
             f"{table.path.name}: is for model_type {table.model_type!r}, "
             f"config.json says {geometry.model_type!r}"
         )
+    if depths is None and geometry.mtp_field is None and geometry.depths and present is not None:
+        depths = _depths_found(table, geometry, present)
     if depths is not None and depths != geometry.depths:
         geometry = replace(geometry, depths=depths)
     steps = tuple(s for stack in table.stacks for s in _expand(table, geometry, stack, present))
@@ -103,9 +110,14 @@ def instances(geometry: Geometry, each: str) -> Iterator[tuple[dict[str, int], R
     elif each == "layer in trunk":
         for layer in range(geometry.layers):
             yield {"layer": layer}, Region("trunk", layer)
-    else:
+    elif each == "depth in mtp":
         for depth in range(geometry.depths):
             yield {"layer": geometry.layers + depth, "depth": depth}, Region("mtp", depth)
+    else:
+        for flat in range(geometry.depths * geometry.mtp_inner):
+            depth, inner = divmod(flat, geometry.mtp_inner)
+            values = {"depth": depth, "inner": inner, "flat": flat}
+            yield {**values, "layer": geometry.layers + flat}, Region("mtp", depth)
 
 
 def _expand(
@@ -142,6 +154,21 @@ def _expand(
                         key = row.key.replace("{expert}", number)
                         names = tuple(n.replace("{expert}", number) for n in row.hf)
                     yield Step(mcore + key, op, tuple(hf + n for n in names), shaped, region, row)
+
+
+def _depths_found(table: Table, geometry: Geometry, present: Collection[str]) -> int:
+    """How many depths in a row have any tensor."""
+    most = replace(geometry, depths=MAX_DEPTHS)
+    prefixes: dict[int, set[str]] = {}
+    for stack in table.stacks:
+        if stack.each.endswith("in mtp") and "{" in stack.hf:
+            for values, region in instances(most, stack.each):
+                prefixes.setdefault(region.index, set()).add(stack.hf.format(**values))
+    for depth in range(MAX_DEPTHS):
+        starts = tuple(prefixes.get(depth, ()))
+        if not starts or not any(name.startswith(starts) for name in present):
+            return depth
+    return MAX_DEPTHS
 
 
 def _spelling(table: Table, rivals: Sequence[str], hf: str, present: Collection[str] | None) -> str:

@@ -24,11 +24,13 @@ EACH = {
     "once": frozenset[str](),
     "layer in trunk": frozenset({"layer"}),
     "depth in mtp": frozenset({"layer", "depth"}),
+    # A depth that is itself a small stack: `inner` counts within it, `flat` through all depths.
+    "inner layer in mtp": frozenset({"depth", "inner", "flat"}),
 }
 _TOP = {
     "format", "model_type", "include", "groups", "stacks", "blocks", "shapes", "dtypes", "copies",
     "discards", "carried", "mtp_default", "local_spec", "releases", "unverified", "converts",
-    "parts",
+    "parts", "lacking",
 }  # fmt: skip
 _INCLUDED = {"format", "blocks", "shapes", "dtypes", "parts"}
 
@@ -121,7 +123,10 @@ class Discard:
 
 @dataclass(frozen=True)
 class Table:
-    """A mapping table as written, checked for form but not for meaning (`check` does that)."""
+    """A mapping table as written, checked for form but not for meaning (`check` does that).
+
+    `lacking` says what keeps a table with `converts = false` from being converted.
+    """
 
     path: Path
     model_type: str
@@ -139,6 +144,7 @@ class Table:
     releases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()
     converts: bool = True
+    lacking: str | None = None
     faults: tuple[Fault, ...] = ()
 
     def uses(self, stack: Stack) -> Iterator[Use]:
@@ -275,6 +281,7 @@ class _Parser:
             releases=raw.get("releases", {}),
             unverified=self.strings(path, raw, "unverified"),
             converts=raw.get("converts", True) is True,
+            lacking=raw.get("lacking"),
             faults=tuple(self.faults),
         )
 
