@@ -13,7 +13,7 @@ from mtpconv.audit.excuses import find_excuses
 from mtpconv.audit.files import file_findings, reference_findings
 from mtpconv.audit.finding import Compared, Finding, Report, Tier
 from mtpconv.audit.hints import find_hints
-from mtpconv.audit.mtp import pair_status, promise_findings, single_status
+from mtpconv.audit.mtp import compare_promises, pair_status, promise_findings, single_status
 from mtpconv.audit.options import Options
 from mtpconv.audit.pair import (
     Differences,
@@ -24,7 +24,7 @@ from mtpconv.audit.pair import (
 )
 from mtpconv.audit.quantised import is_quantised
 from mtpconv.audit.single import completeness_findings, missing_names, single_regions
-from mtpconv.audit.subject import Subject, without_unindexed
+from mtpconv.audit.subject import ARGS, Subject, without_unindexed
 from mtpconv.audit.verdict import Looked, make_report
 from mtpconv.tensors import Region
 
@@ -169,9 +169,13 @@ def _config_findings(
         return
     if after.config is None and after.format == "hf":
         yield from _no_config(after)
-    elif before.config is not None and after.config is not None:
-        requantised = any(is_quantised(s, n) for s in (before, after) for n in found.dtype)
-        yield from compare_configs(before.config, after.config, tensors_requantised=requantised)
+    if before.config is None or after.config is None:
+        return
+    if ARGS in (before.config_source, after.config_source):
+        yield from compare_promises(before, after, found.missing)
+        return
+    requantised = any(is_quantised(s, n) for s in (before, after) for n in found.dtype)
+    yield from compare_configs(before.config, after.config, tensors_requantised=requantised)
 
 
 def _no_config(after: Subject) -> Iterator[Finding]:
@@ -186,8 +190,9 @@ def _no_config(after: Subject) -> Iterator[Finding]:
 def _own_faults(
     before: Subject, after: Subject, regions: Mapping[str, Region], findings: list[Finding]
 ) -> Iterator[Finding]:
-    """Contradictions between config and MTP that both sides share; others are differences."""
-    if after.config is None or before.config is None:
+    """Contradictions between config and MTP that are no difference to the reference."""
+    if before.config is None:
+        yield from promise_findings(after, regions, "error")
         return
     differs = {"missing_tensor", "extra_tensor", "config_mismatch", "index_missing_file"}
     if not any(f.kind in differs and f.severity == "error" for f in findings):

@@ -9,7 +9,7 @@ from mtpconv.audit.codes import finding
 from mtpconv.audit.finding import Finding, MtpDepth, MtpStatus, Severity
 from mtpconv.audit.names import expected_mtp_prefix, layer_number, mtp_prefix
 from mtpconv.audit.promise import Promise, read_promise
-from mtpconv.audit.subject import Subject
+from mtpconv.audit.subject import ARGS, Subject
 from mtpconv.ranges import compress
 from mtpconv.tensors import Region
 
@@ -42,15 +42,28 @@ def promise_findings(
     promise = read_promise(subject.config)
     for path, message in promise.contradictions:
         yield finding(
-            "config_contradiction", severity, f"config.json: {message}", field=path,
-            file="config.json",
+            "config_contradiction", severity, f"{subject.config_source}: {message}", field=path,
+            file=subject.config_source,
         )  # fmt: skip
     if subject.config is None:
         return
     present = depths_of(subject.tensors, regions)
     hidden = {subject.naming.region(n) for n in subject.unread}
     yield from _missing(subject, promise, present, hidden, severity)
-    yield from _orphans(promise, present, severity)
+    yield from _orphans(subject, promise, present, severity)
+
+
+def _place(subject: Subject, promise: Promise, depth: int) -> tuple[str, int | None]:
+    """Prefix and layer number under which an absent depth should be."""
+    known = subject.expected.regions if subject.expected else subject.regions
+    name = next((n for n, r in known.items() if r == Region("mtp", depth)), None)
+    if name is not None:
+        return mtp_prefix(name), layer_number(name)
+    if subject.config_source == ARGS:
+        return f"mtp.layers.{depth}.", None
+    layer = None if promise.layers is None else promise.layers + depth
+    prefix = expected_mtp_prefix(promise.model_type, subject.tensors, layer)
+    return prefix, layer if layer is not None and prefix.endswith(f".{layer}.") else None
 
 
 def _missing(
@@ -66,24 +79,20 @@ def _missing(
     for depth in range(wanted):
         if depth in present or Region("mtp", depth) in hidden:
             continue
-        layer = None if promise.layers is None else promise.layers + depth
-        prefix = expected_mtp_prefix(promise.model_type, subject.tensors, layer)
+        prefix, layer = _place(subject, promise, depth)
         field = promise.fields[0][0] if promise.fields else None
         known = subject.expected.regions if subject.expected else {}
         names = tuple(sorted(n for n, r in known.items() if r == Region("mtp", depth)))
-        if names:
-            prefix = mtp_prefix(names[0])
-        elif not prefix.startswith(f"{prefix.split('layers.')[0]}layers."):
-            layer = None
         total = f"{len(names)} tensors of " if names else ""
         yield finding(
             "mtp_missing", severity,
-            f"{total}{prefix} (MTP depth {depth}) are absent; config promises {field} = {wanted}."
+            f"{total}{prefix} (MTP depth {depth}) are absent; {subject.config_source} says"
+            f" {field} = {wanted}."
             " Restore them or set the field to 0",
             layer=layer, prefix=prefix, field=field, region=Region("mtp", depth), tensors=names,
         )  # fmt: skip
     if promise.by_family and not present and not hidden:
-        prefix = expected_mtp_prefix(promise.model_type, subject.tensors, promise.layers)
+        prefix, _ = _place(subject, promise, 0)
         yield finding(
             "mtp_missing", "warning",
             f"no tensor of {prefix}: {promise.model_type} releases ship MTP without saying so in"
@@ -93,7 +102,7 @@ def _missing(
 
 
 def _orphans(
-    promise: Promise, present: Mapping[int, list[str]], severity: Severity
+    subject: Subject, promise: Promise, present: Mapping[int, list[str]], severity: Severity
 ) -> Iterator[Finding]:
     if promise.by_family:
         return
@@ -105,10 +114,36 @@ def _orphans(
         prefix = mtp_prefix(names[0])
         yield finding(
             "mtp_orphan", severity,
-            f"{len(names)} tensors of {prefix} (MTP depth {depth}) but config.json {said} {field};"
+            f"{len(names)} tensors of {prefix} (MTP depth {depth}) but {subject.config_source}"
+            f" {said} {field};"
             " loaders ignore them",
             layer=layer_number(names[0]), prefix=prefix, region=Region("mtp", depth),
             tensors=tuple(sorted(names)),
+        )  # fmt: skip
+
+
+def compare_promises(
+    before: Subject, after: Subject, missing: Collection[str]
+) -> Iterator[Finding]:
+    """Where one side has Megatron's args instead of a config: do both promise the same MTP?
+
+    If MTP tensors are missing, their findings say so already and this is a warning.
+    """
+    old, new = read_promise(before.config), read_promise(after.config)
+    lost = any(before.naming.region(n).kind == "mtp" for n in missing)
+    if (old.depths or 0) != (new.depths or 0) and not old.by_family:
+        a, b = (p.fields[0] if p.fields else ("mtp_num_layers", None) for p in (old, new))
+        yield finding(
+            "config_mismatch", "warning" if lost else "error",
+            f"{before.config_source} of the reference says {a[0]} = {a[1]},"
+            f" {after.config_source} says {b[0]} = {b[1]}; loaders then ignore MTP or ask for more",
+            field=b[0], before=a[1], after=b[1], file=after.config_source,
+        )  # fmt: skip
+    if None not in (old.layers, new.layers) and old.layers != new.layers:
+        yield finding(
+            "config_mismatch", "error",
+            f"the reference has {old.layers} layers, {after.config_source} says {new.layers}",
+            field="num_layers", before=old.layers, after=new.layers, file=after.config_source,
         )  # fmt: skip
 
 

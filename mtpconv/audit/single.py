@@ -51,7 +51,8 @@ def completeness_findings(
             "note",
             f"{why}; that every tensor is there was not checked, only what names and config tell",
         )
-        yield from tablefree_findings(subject, regions)
+        if subject.format == "hf":
+            yield from tablefree_findings(subject, regions)
     else:
         yield from _missing(subject, expected, missing)
         yield from _unexpected(subject, expected, regions)

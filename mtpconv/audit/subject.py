@@ -17,6 +17,8 @@ from mtpconv.store.torch_dist import TorchDistCheckpoint
 from mtpconv.tensors import Region, TensorSpec
 from mtpconv.view import HfView
 
+#: `Subject.config_source` of a torch_dist checkpoint.
+ARGS = "args"
 _UNREADABLE = ("unreadable_file", "index_missing_file")
 
 
@@ -40,8 +42,11 @@ class Subject:
     format: str
     content: Checkpoint | Pieced
     problems: Sequence[Problem] = ()
-    #: config.json as raw JSON; None if this side has none
+    #: config.json as raw JSON, or the part of Megatron's args that speaks of layers; None if
+    #: this side has neither
     config: Mapping[str, Any] | None = None
+    #: where `config` is from: `config.json` or `args`
+    config_source: str = CONFIG_NAME
     #: BLAKE3 per tensor where the bytes are elsewhere
     digests: Mapping[str, str] | None = None
     #: what the table promises; None without a table
@@ -120,7 +125,11 @@ def hf_subject(checkpoint: HfCheckpoint, expected: Expected | None = None) -> Su
 
 def manifest_subject(manifest: Manifest) -> Subject:
     """A saved manifest as one side."""
-    return Subject(str(manifest.path), "manifest", manifest, (), manifest.config, manifest.digests)
+    source = ARGS if manifest.source_format == "torch_dist" else CONFIG_NAME
+    return Subject(
+        str(manifest.path), "manifest", manifest, (), manifest.config, source,
+        digests=manifest.digests,
+    )  # fmt: skip
 
 
 def view_subject(view: HfView, expected: Expected | None = None) -> Subject:
@@ -135,13 +144,26 @@ def view_subject(view: HfView, expected: Expected | None = None) -> Subject:
     ]
     return Subject(
         str(view.path), "torch_dist", view, (*view.problems, *unknown),
-        expected=expected, regions=view.plan.regions, dialect=view.layout.name,
+        _args(view.checkpoint), ARGS, expected=expected, regions=view.plan.regions,
+        dialect=view.layout.name,
     )  # fmt: skip
 
 
 def torch_dist_subject(checkpoint: TorchDistCheckpoint) -> Subject:
     """A torch_dist checkpoint under its own sharded keys as one side."""
-    return Subject(str(checkpoint.path), "torch_dist", checkpoint, checkpoint.problems)
+    return Subject(
+        str(checkpoint.path), "torch_dist", checkpoint, checkpoint.problems, _args(checkpoint), ARGS
+    )
+
+
+def _args(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """What the saved args say about layers; None if they say nothing about MTP."""
+    if not isinstance(checkpoint, TorchDistCheckpoint):
+        return None
+    args = checkpoint.common.get("args")
+    if not isinstance(args, Mapping) or "mtp_num_layers" not in args:
+        return None
+    return {key: args[key] for key in ("num_layers", "mtp_num_layers") if key in args}
 
 
 def without_unindexed(subject: Subject) -> Subject:
