@@ -30,6 +30,7 @@ from mtpconv.store.dist_metadata_writer import (
     write_metadata,
     write_tracker,
 )
+from mtpconv.store.extra_state import extra_state_keys
 from mtpconv.store.hf import HfCheckpoint, open_hf
 from mtpconv.store.hf_writer import index_bytes, make_header, without, write_shard
 from mtpconv.store.manifest import Manifest, digest_tensor
@@ -201,6 +202,7 @@ def _write_tensors(
 ) -> dict[str, str]:
     hf, digests = work.hf, {}
     progress.begin("convert", work.nbytes)
+    stored: dict[str, TensorSpec] = {}
     with TorchDistWriter(folder) as writer:
         for step in work.plan.steps:
             address = work.layout.address(step.key, work.plan.geometry)
@@ -219,8 +221,9 @@ def _write_tensors(
                     if name not in digests:
                         digests[name] = digest_tensor(hf, name, files)
             writer.write(address.key, whole, box, stream)
+            stored[address.key] = whole
             progress.advance(inner.nbytes, str(step.region))
-        for key in _extra_state_keys(work):
+        for key in extra_state_keys(stored):
             writer.write_object(key, [None])
         write_metadata(folder, writer.close())
     for copy in work.plan.copies:
@@ -228,11 +231,6 @@ def _write_tensors(
     for name in work.carried:
         digests[name] = digest_tensor(hf, name, files)
     return digests
-
-
-def _extra_state_keys(work: HfToMcore) -> Iterator[str]:
-    """Keys of the `_extra_state` objects that Megatron asks for at its default strictness."""
-    yield from ()
 
 
 def _hashed(

@@ -22,7 +22,7 @@ from tests.parity import configs
 pytestmark = pytest.mark.megatron
 
 Bytes = Mapping[str, bytes]
-LAYOUTS = ("training", "local", "canonical")
+LAYOUTS = ("training", "local")
 MODELS = {
     "deepseek_v3": configs.DEEPSEEK_V3,
     "deepseek_v3_alike": configs.DEEPSEEK_V3_ALIKE,
