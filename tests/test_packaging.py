@@ -116,7 +116,7 @@ def test_the_tripwires_work(tripwires: Path, name: str) -> None:
     assert (done.returncode, done.stderr) == (99, f"{name} was imported\n")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["check", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["check", "deepseek_v3"]])
 def test_the_command_line_imports_no_heavy_package(tripwires: Path, arguments: list[str]) -> None:
     main = "import sys; from mtpconv.cli import main; sys.exit(main())"
     done = _run_light(tripwires, f"import sys; sys.argv = {['mtpconv', *arguments]!r}; {main}")
