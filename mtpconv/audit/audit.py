@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from mtpconv.audit.base import changed_regions, stale_findings
 from mtpconv.audit.codes import checked_kinds, finding
@@ -22,6 +22,7 @@ from mtpconv.audit.pair import (
     find_differences,
     is_router_bias,
 )
+from mtpconv.audit.profiles import profile_findings
 from mtpconv.audit.quantised import is_quantised
 from mtpconv.audit.single import completeness_findings, missing_names, single_regions
 from mtpconv.audit.subject import ARGS, Subject, without_unindexed
@@ -82,6 +83,7 @@ def _audit_pair(
     content += stale_findings(after, base, regions)
     findings += content
     findings += _own_faults(before, after, regions, findings)
+    findings += _profile(after, regions, found.missing, options)
     states = found.states()
     states.update(dict.fromkeys(excused, "allowed"))
     status = pair_status(before, after, regions, states, excused, depth_status(content))
@@ -133,6 +135,7 @@ def _audit_single(
         content += twin_findings(after, regions, outcomes)
     content += stale_findings(after, base, regions)
     findings += content
+    findings += _profile(after, regions, missing, options)
     status = single_status(after, regions, missing, depth_status(content))
     states = dict.fromkeys(after.tensors, "present")
     states |= dict.fromkeys(after.unread, "unreadable") | dict.fromkeys(missing, "missing")
@@ -197,6 +200,15 @@ def _own_faults(
     differs = {"missing_tensor", "extra_tensor", "config_mismatch", "index_missing_file"}
     if not any(f.kind in differs and f.severity == "error" for f in findings):
         yield from promise_findings(after, regions, "warning")
+
+
+def _profile(
+    after: Subject, regions: Mapping[str, Region], absent: Collection[str], options: Options
+) -> Iterator[Finding]:
+    if options.profile is not None:
+        yield from profile_findings(
+            after, regions, absent, options.profile, read_bytes=options.read_bytes
+        )
 
 
 def _worth_reading(after: Subject, regions: Mapping[str, Region]) -> list[str]:

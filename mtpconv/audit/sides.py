@@ -1,0 +1,160 @@
+"""Opening paths as the sides of an audit: folders of either kind, or saved manifests.
+
+Two sides of different formats are brought under HF names through the mapping table; nothing
+is converted to disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtpconv.audit.subject import (
+    Expected,
+    Subject,
+    hf_subject,
+    manifest_subject,
+    torch_dist_subject,
+    view_subject,
+)
+from mtpconv.errors import MtpconvError, UnreadableError, UnsupportedError, UsageError
+from mtpconv.mapping.plan import Plan, make_plan
+from mtpconv.mapping.table import find_table, read_table
+from mtpconv.store.dist_folder import is_torch_dist
+from mtpconv.store.hf import HfCheckpoint, open_hf
+from mtpconv.store.manifest import Manifest, read_manifest
+from mtpconv.store.source import find_source
+from mtpconv.store.torch_dist import TorchDistCheckpoint, open_torch_dist
+from mtpconv.view import HfView
+
+Opened = HfCheckpoint | TorchDistCheckpoint | Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What an audit compares."""
+
+    before: Subject | None
+    after: Subject
+    base: Subject | None = None
+
+
+def open_any(path: Path) -> Opened:
+    """A checkpoint or manifest, by what it is.
+
+    Raises: UnreadableError if it is neither.
+    """
+    if path.is_file():
+        return read_manifest(path)
+    # A folder with shards is HF whatever else it holds; torch_dist never has any.
+    if next(path.glob("*.safetensors*"), None) is None and is_torch_dist(path):
+        return open_torch_dist(path)
+    return open_hf(path)
+
+
+def open_sides(
+    before: Path | None,
+    after: Path,
+    *,
+    base: Path | None = None,
+    mapping: Path | None = None,
+) -> Sides:
+    """Open what the command line names.
+
+    Raises: UnreadableError, UsageError; UnsupportedError if two formats meet and no table
+    translates between them.
+    """
+    right = open_any(after)
+    left = open_any(before) if before is not None else None
+    origin = open_any(base) if base is not None else None
+    formats = {_names_of(o) for o in (left, right, origin) if o is not None}
+    if left is None and len(formats) == 1:
+        return Sides(None, _alone(right, mapping), _plain(origin))
+    if len(formats) == 1:
+        return Sides(_plain(left), _plain(right) or _alone(right, mapping), _plain(origin))
+    hf = next(o for o in (left, right, origin) if o is not None and _names_of(o) == "hf")
+    if hf.config is None:
+        raise UnreadableError(f"{hf.path}: has no config.json; it says which table translates")
+    plan = _plan(hf.config, mapping, hf.tensors.keys())
+    return Sides(_seen(left, plan), _must(_seen(right, plan)), _seen(origin, plan))
+
+
+def expected_inventory(
+    config: Mapping[str, Any] | None, mapping: Path | None, present: Collection[str]
+) -> Expected | None:
+    """What a table promises for a config; None without a table, or if the config is no model."""
+    if config is None:
+        return None
+    try:
+        plan = _plan(config, mapping, present)
+    except UnsupportedError:
+        return None
+    except MtpconvError:
+        if mapping is not None:
+            raise
+        return None
+    return Expected(plan.hf, plan.regions)
+
+
+def _names_of(opened: Opened) -> str:
+    if isinstance(opened, Manifest):
+        return opened.source_format
+    return opened.format
+
+
+def _plan(config: Mapping[str, Any], mapping: Path | None, present: Collection[str]) -> Plan:
+    if mapping is not None:
+        return make_plan(config, read_table(mapping), present)
+    try:
+        table = find_table(str(config.get("model_type")))
+    except UsageError as error:
+        raise UnsupportedError(str(error)) from error
+    return make_plan(config, table, present)
+
+
+def _alone(opened: Opened, mapping: Path | None) -> Subject:
+    """One checkpoint against its own config, as far as a table knows it."""
+    if isinstance(opened, Manifest):
+        return manifest_subject(opened)
+    if isinstance(opened, HfCheckpoint):
+        return hf_subject(opened, expected_inventory(opened.config, mapping, opened.tensors.keys()))
+    source = find_source(opened.path)
+    if source is None:
+        return torch_dist_subject(opened)
+    try:
+        plan = _plan(source.config, mapping, source.names)
+    except UnsupportedError:
+        return torch_dist_subject(opened)
+    view = HfView(opened, plan, carried=source.carried)
+    return view_subject(view, Expected(plan.hf, plan.regions))
+
+
+def _plain(opened: Opened | None) -> Subject | None:
+    """A side under its own names."""
+    if opened is None:
+        return None
+    if isinstance(opened, Manifest):
+        return manifest_subject(opened)
+    if isinstance(opened, HfCheckpoint):
+        return hf_subject(opened)
+    return torch_dist_subject(opened)
+
+
+def _seen(opened: Opened | None, plan: Plan) -> Subject | None:
+    """A side under HF names."""
+    if not isinstance(opened, TorchDistCheckpoint):
+        if isinstance(opened, Manifest) and opened.source_format != "hf":
+            raise UnsupportedError(
+                f"{opened.path}: is a manifest of Megatron tensors; without their bytes they "
+                "cannot be compared with HF tensors, give the checkpoint itself"
+            )
+        return _plain(opened)
+    source = find_source(opened.path)
+    return view_subject(HfView(opened, plan, carried=source.carried if source else None))
+
+
+def _must(subject: Subject | None) -> Subject:
+    assert subject is not None
+    return subject
