@@ -199,3 +199,72 @@ def synth(
         config, dst, seed=seed, shards=shards, full_width=full_width, layers=layers,
         experts=experts, mapping=mapping,
     )  # fmt: skip
+
+
+@app.command()
+def audit(
+    before: Annotated[
+        Path, typer.Argument(help="The reference, or the only checkpoint if AFTER is left out.")
+    ],
+    after: Annotated[
+        Path | None, typer.Argument(help="What is to be trusted: folder or saved manifest.")
+    ] = None,
+    format: Annotated[
+        str, typer.Option(help="On standard output: text, json, markdown, junit, sarif, html.")
+    ] = "text",
+    report: Annotated[
+        list[str] | None, typer.Option(help="Also write FORMAT=FILE; may be given several times.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Switch on a named exception: copies, tied-heads, upcast, expert-layout, "
+            "vocab-padding, index-authoritative, config. Recorded in the report."
+        ),
+    ] = None,
+    expect: Annotated[
+        str, typer.Option(help="bytes, or structure after training (values may differ).")
+    ] = "bytes",
+    base: Annotated[
+        Path | None, typer.Option(help="Checkpoint that AFTER was trained from: finds stale MTP.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="What vllm, sglang or transformers would do with it.")
+    ] = None,
+    require: Annotated[
+        str | None, typer.Option(help="Exit 3 unless this tier was reached: L0, L1, L2.")
+    ] = None,
+    headers_only: Annotated[
+        bool, typer.Option("--headers-only", help="Tier L0: read no tensor bytes.")
+    ] = False,
+    sample: Annotated[
+        str | None, typer.Option(help="Read n of every N tensors (n/N); MTP is always read.")
+    ] = None,
+    waivers: Annotated[
+        Path | None, typer.Option(help="TOML of accepted findings, each with an expiry date.")
+    ] = None,
+    manifest: Annotated[
+        Path | None, typer.Option(help="The manifest that --attest speaks of.")
+    ] = None,
+    attest: Annotated[
+        Path | None, typer.Option(help="Write an in-toto test-result statement.")
+    ] = None,
+    mapping: Mapping = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every line.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two checkpoints byte for byte, or one with its own config; MTP above all.
+
+    HuggingFace against Megatron goes through the mapping table; nothing is converted.
+    """
+    from mtpconv.cli.audit import run_audit
+
+    run_audit(
+        before if after is not None else None,
+        after if after is not None else before,
+        base=base, mapping=mapping, report=report or (), format=format, attestation=attest,
+        manifest=manifest, verbose=verbose, quiet=quiet, allow=allow or (), expect=expect,
+        headers_only=headers_only, sample=sample, require=require, profile=profile,
+        waivers=waivers, jobs=jobs,
+    )  # fmt: skip

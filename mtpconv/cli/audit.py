@@ -1,0 +1,149 @@
+"""audit and inventory as commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, cast
+
+import typer
+
+from mtpconv.audit.audit import audit
+from mtpconv.audit.finding import Report, Tier
+from mtpconv.audit.options import Options, Profile, Sample
+from mtpconv.audit.sides import Sides, open_any, open_sides
+from mtpconv.audit.waivers import read_waivers
+from mtpconv.cli.terminal import make_progress
+from mtpconv.errors import UsageError
+from mtpconv.progress import Progress
+from mtpconv.report import FORMATS, attest, github, parse_targets, text, write_file, write_reports
+from mtpconv.store.checkpoint import require_sound
+from mtpconv.store.manifest import hash_files, manifest_text, take_manifest, write_manifest
+
+EXIT = {"pass": 0, "fail": 1, "error": 3}
+
+
+def run_audit(
+    before: Path | None,
+    after: Path,
+    *,
+    base: Path | None = None,
+    mapping: Path | None = None,
+    report: Sequence[str] = (),
+    format: str = "text",
+    attestation: Path | None = None,
+    manifest: Path | None = None,
+    verbose: bool = False,
+    quiet: bool = False,
+    **options: Any,
+) -> None:
+    """Audit, report in every way asked for, and exit with what was found."""
+    targets = parse_targets(report)  # a typo here must not cost an hour of reading
+    if format not in FORMATS:
+        raise UsageError(f"--format {format}: must be one of {', '.join(FORMATS)}")
+    if attestation is not None and manifest is None:
+        raise UsageError("--attest needs --manifest: the statement names the manifest it is about")
+    chosen = make_options(**options)
+    sides = open_sides(before, after, base=base, mapping=mapping)
+    done = run_with_progress(sides, chosen, make_progress(quiet))
+    if targets:
+        write_reports(done, report)
+    if attestation is not None and manifest is not None:
+        write_file(
+            attestation,
+            attest.render(done, manifest=manifest.read_bytes(), name=manifest.name),
+        )
+    _show(done, format, verbose=verbose, quiet=quiet)
+    raise typer.Exit(EXIT[done.verdict])
+
+
+def run_with_progress(sides: Sides, options: Options, progress: Progress) -> Report:
+    """The audit with its bytes counted."""
+    if options.read_bytes:
+        tensors = sides.after.tensors
+        regions = sides.after.naming.regions(tensors)
+        # Without a reference only MTP is read: its values say whether it was trained.
+        names = [n for n in tensors if sides.before is not None or regions[n].kind == "mtp"]
+        progress.begin("audit", sum(tensors[n].nbytes for n in names))
+    return audit(
+        sides.before, sides.after, options, base=sides.base, progress=progress.advance
+    )
+
+
+def make_options(
+    *,
+    allow: Sequence[str] = (),
+    expect: str = "bytes",
+    headers_only: bool = False,
+    sample: str | None = None,
+    require: str | None = None,
+    profile: str | None = None,
+    waivers: Path | None = None,
+    jobs: int | None = None,
+) -> Options:
+    """Options from words. Raises: UsageError."""
+    if expect not in ("bytes", "structure"):
+        raise UsageError(f"--expect {expect}: must be bytes or structure")
+    if require not in (None, "L0", "L1", "L2"):
+        raise UsageError(f"--require {require}: must be L0, L1 or L2")
+    if profile not in (None, "vllm", "sglang", "transformers"):
+        raise UsageError(f"--profile {profile}: must be vllm, sglang or transformers")
+    return Options(
+        read_bytes=not headers_only,
+        expect="structure" if expect == "structure" else "bytes",
+        allow=frozenset(allow),
+        sample=Sample.parse(sample) if sample else None,
+        require=cast(Tier, require or "none"),
+        profile=cast("Profile | None", profile),
+        waivers=read_waivers(waivers) if waivers is not None else (),
+        today=datetime.now(tz=timezone.utc).date() if waivers is not None else None,
+        workers=jobs,
+    )
+
+
+def run_inventory(checkpoint: Path, *, output: Path | None, files: bool, quiet: bool) -> None:
+    """Hash every tensor of a checkpoint."""
+    opened = open_any(checkpoint)
+    if opened.format == "manifest":
+        raise UsageError(f"{checkpoint}: is a manifest already; name a checkpoint")
+    require_sound(opened)
+    progress = make_progress(quiet or output is None)
+    progress.begin("inventory", sum(s.nbytes for s in opened.tensors.values()))
+    taken = take_manifest(
+        opened,
+        checkpoint,
+        opened.format,
+        config=getattr(opened, "config", None),
+        files=hash_files(checkpoint) if files else None,
+        progress=progress.advance,
+    )
+    if output is None:
+        sys.stdout.write(manifest_text(taken))
+        return
+    write_manifest(taken, output)
+    if not quiet:
+        typer.echo(f"inventory: {len(taken.tensors):,} tensors, root {taken.root} to {output}")
+
+
+def _show(done: Report, format: str, *, verbose: bool, quiet: bool) -> None:
+    if format == "text":
+        if not quiet:
+            terminal = sys.stdout.isatty()
+            size = os.get_terminal_size() if terminal else None
+            sys.stdout.write(
+                text.render(
+                    done,
+                    width=size.columns if size else None,
+                    lines=size.lines if size and not verbose else None,
+                    colour=terminal and "NO_COLOR" not in os.environ,
+                )
+            )
+    else:
+        sys.stdout.write(FORMATS[format](done))
+    if github.active(os.environ):
+        if format != "github":
+            sys.stderr.write(github.render(done))
+        github.write_summary(done)
