@@ -263,6 +263,12 @@ def _shared_width(g: Geometry, layer: int) -> int:
     )
 
 
+def _expert_hidden_size(g: Geometry, layer: int) -> int:
+    """What routed experts read and write: the hidden size, or Nemotron's latent one."""
+    latent = _of_layer(g, layer, "moe_latent_size")
+    return latent or require_int(g.text, "hidden_size", g.model_type)
+
+
 _DERIVED: Mapping[str, Callable[[Geometry, int], int]] = {
     "head_dim": _head_dim,
     "v_head_dim": _value_head_dim,
@@ -270,6 +276,7 @@ _DERIVED: Mapping[str, Callable[[Geometry, int], int]] = {
     "num_key_value_heads": _key_value_heads,
     "experts": lambda g, layer: g.experts,
     "shared_experts_width": _shared_width,
+    "expert_hidden_size": _expert_hidden_size,
 }
 
 
@@ -334,6 +341,12 @@ def _is_linear(g: Geometry, layer: int) -> bool:
     return isinstance(interval, int) and interval > 0 and (layer + 1) % interval != 0
 
 
+def _has_sink(g: Geometry, layer: int) -> bool:
+    """A learned softmax offset for each head (MiMo-V2: in its sliding layers)."""
+    kind = "swa" if g.is_sliding(layer) else "full"
+    return bool(g.text.get(f"add_{kind}_attention_sink_bias"))
+
+
 #: Nemotron-H layer kinds: letter of the pattern, words of `layers_block_type`.
 _HYBRID_KINDS: Mapping[str, tuple[str, ...]] = {
     "mamba": ("M", "mamba", "linear_attention"),
@@ -389,11 +402,13 @@ FACTS: Mapping[str, Callable[[Geometry, int], bool]] = {
     "is_tied": _is_tied,
     "is_linear": _is_linear,
     "is_sliding": lambda g, layer: g.is_sliding(layer),
+    "has_sink": _has_sink,
     "is_hybrid_mamba": _hybrid("mamba"),
     "is_hybrid_attention": _hybrid("attention"),
     "is_hybrid_mlp": _hybrid("mlp"),
     "is_hybrid_moe": _hybrid("moe"),
     "has_shared_experts": _says(*SHARED_FIELDS),
+    "has_latent_experts": _says("moe_latent_size"),
     "has_q_lora": _says("q_lora_rank"),
     "has_qk_norm": _says("use_qk_norm"),
     "has_qkv_bias": _says("attention_bias", "use_qkv_bias", "qkv_bias"),

@@ -39,6 +39,29 @@ class Qkv(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class QkvGate(Op):
+    """q, k, v as in qkv, and behind all groups one row of output gate for each head (Step-3.5).
+
+    Source: Megatron-Bridge param_mapping.py `QKVGMapping`.
+    """
+
+    groups: int
+    name: ClassVar[str] = "qkv_gate"
+
+    def _shape(self, operands: Sequence[Shape]) -> Shape:
+        take(self, operands, 4)
+        same_tail(self, operands)
+        rows, *tail = Qkv(self.groups).shape(operands[:3])
+        return (rows + operands[3][0], *tail)
+
+    def _moves(self, operands: Sequence[Shape]) -> list[Move]:
+        gate, qkv = operands[3], operands[:3]
+        behind = sum(o[0] for o in qkv)
+        last = Move(3, rows_of(gate, 0, gate[0]), rows_of(gate, behind, gate[0]))
+        return [*Qkv(self.groups).moves(qkv), last]
+
+
+@dataclass(frozen=True, slots=True)
 class GatedQkv(Op):
     """q, k, v of attention with an output gate, q holding query and gate of each head in turn.
 

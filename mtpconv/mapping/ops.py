@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mtpconv.geometry import Geometry
-from mtpconv.mapping.attention_ops import FusedQkv, GatedQkv, Part, Qkv
+from mtpconv.mapping.attention_ops import FusedQkv, GatedQkv, Part, Qkv, QkvGate
 from mtpconv.mapping.moves import PADDING, Move, Op, ShapeError, Words, rows_of, same_tail, take
 from mtpconv.tensors import Box, Shape
 
 __all__ = [
     "BUILDERS", "PADDING", "Concat", "Copy", "FusedQkv", "GatedQkv", "Move", "Op", "PadRows",
-    "Part", "Qkv", "ShapeError", "Site", "Slice", "Squeeze", "SwapHalves", "Transpose", "Words",
+    "Part", "Qkv", "QkvGate", "ShapeError", "Site", "Slice", "Squeeze", "SwapHalves", "Transpose", "Words",
 ]  # fmt: skip
 
 
@@ -194,6 +194,7 @@ BUILDERS: Mapping[str, Callable[[Site], Op]] = {
     "copy": lambda s: Copy(),
     "concat": lambda s: Concat(),
     "qkv": lambda s: Qkv(s.dim("num_key_value_heads")),
+    "qkv_gate": lambda s: QkvGate(s.dim("num_key_value_heads")),
     "gated_qkv": lambda s: GatedQkv(s.dim("num_attention_heads"), s.dim("num_key_value_heads")),
     "fused_qkv": lambda s: FusedQkv(s.dim("num_attention_heads"), s.dim("num_key_value_heads")),
     "part": _part,

@@ -30,7 +30,7 @@ EACH = {
 _TOP = {
     "format", "model_type", "include", "groups", "stacks", "blocks", "shapes", "dtypes", "copies",
     "discards", "carried", "mtp_default", "local_spec", "releases", "unverified", "converts",
-    "parts", "lacking",
+    "parts", "needs",
 }  # fmt: skip
 _INCLUDED = {"format", "blocks", "shapes", "dtypes", "parts"}
 
@@ -125,7 +125,8 @@ class Discard:
 class Table:
     """A mapping table as written, checked for form but not for meaning (`check` does that).
 
-    `lacking` says what keeps a table with `converts = false` from being converted.
+    `needs` says what Megatron-Core alone lacks for this family: with `converts = false` it keeps
+    the family from being converted, else it names what can load the result.
     """
 
     path: Path
@@ -144,7 +145,7 @@ class Table:
     releases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()
     converts: bool = True
-    lacking: str | None = None
+    needs: str | None = None
     faults: tuple[Fault, ...] = ()
 
     def uses(self, stack: Stack) -> Iterator[Use]:
@@ -281,7 +282,7 @@ class _Parser:
             releases=raw.get("releases", {}),
             unverified=self.strings(path, raw, "unverified"),
             converts=raw.get("converts", True) is True,
-            lacking=raw.get("lacking"),
+            needs=raw.get("needs"),
             faults=tuple(self.faults),
         )
 

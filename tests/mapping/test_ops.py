@@ -19,6 +19,7 @@ from mtpconv.mapping.ops import (
     PadRows,
     Part,
     Qkv,
+    QkvGate,
     ShapeError,
     Site,
     Slice,
@@ -55,6 +56,13 @@ def qkvs(draw: st.DrawFn) -> Case:
     # k and v of different widths too: MiMo-V2's values are narrower than its keys.
     groups, tail = draw(small), draw(tails())
     return Qkv(groups), [(groups * draw(small), *tail) for _ in range(3)]
+
+
+@st.composite
+def qkv_gates(draw: st.DrawFn) -> Case:
+    groups, tail = draw(small), draw(tails())
+    shapes: list[Shape] = [(groups * draw(small), *tail) for _ in range(3)]
+    return QkvGate(groups), [*shapes, (draw(small), *tail)]
 
 
 @st.composite
@@ -109,7 +117,15 @@ def slices(draw: st.DrawFn) -> Case:
 
 
 whole = st.one_of(
-    copies(), concats(), qkvs(), gated_qkvs(), fused_qkvs(), squeezes(), swaps(), transposes()
+    copies(),
+    concats(),
+    qkvs(),
+    qkv_gates(),
+    gated_qkvs(),
+    fused_qkvs(),
+    squeezes(),
+    swaps(),
+    transposes(),
 )
 partial = st.one_of(parts(), slices())
 
@@ -197,6 +213,12 @@ def test_qkv_of_two_groups() -> None:
     assert out.tolist() == [0, 1, 2, 3, 10, 20, 4, 5, 6, 7, 11, 21]
 
 
+def test_qkv_gate_puts_the_gates_last() -> None:
+    q, k, v, gate = np.arange(4), np.arange(10, 12), np.arange(20, 22), np.arange(30, 34)
+    out = QkvGate(2).forward([q, k, v, gate])
+    assert out.tolist() == [0, 1, 10, 20, 2, 3, 11, 21, 30, 31, 32, 33]
+
+
 def test_gated_qkv_puts_all_gates_of_a_group_behind_its_queries() -> None:
     # Four heads of one row, in HF query and gate in turn: q0 g0 q1 g1 ...
     q, k, v = np.array([0, 100, 1, 101, 2, 102, 3, 103]), np.array([10, 11]), np.array([20, 21])
@@ -231,6 +253,7 @@ def test_slice_of_two_packed_tensors_is_gate_then_up() -> None:
         (Concat(), [(2, 3), (2, 4)]),
         (Qkv(0), [(4, 2), (2, 2), (2, 2)]),
         (Qkv(4), [(4, 2), (2, 2), (2, 2)]),
+        (QkvGate(2), [(4, 2), (2, 2), (2, 2)]),
         (GatedQkv(4, 2), [(8, 2), (2, 2)]),
         (GatedQkv(4, 3), [(8, 2), (3, 2), (3, 2)]),
         (GatedQkv(4, 2), [(4, 2), (2, 2), (2, 2)]),
