@@ -70,22 +70,16 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert re.findall(r'^__version__ = "(.*)"$', source, re.MULTILINE) == [PROJECT["version"]]
 
 
-def test_installed_it_checks_its_own_tables_from_any_folder(
-    installed: Path, tmp_path: Path
-) -> None:
-    program = installed / "bin" / "mtpconv"
-    for table in TABLES:
-        if "/layouts/" in table or "/blocks/" in table:
-            continue
-        done = subprocess.run(
-            [program, "check", str(installed / "mtpconv" / f"_{table}")],
-            cwd=tmp_path,
-            env=_clean_environment(PYTHONPATH=str(installed)),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, ""), table
+def test_installed_it_finds_its_tables_from_any_folder(installed: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [installed / "bin" / "mtpconv", "check", "glm_moe_dsa"],
+        cwd=tmp_path,
+        env=_clean_environment(PYTHONPATH=str(installed)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.fixture
@@ -168,4 +162,7 @@ def test_pip_install_brings_all_that_the_base_commands_need(wheel: Path, tmp_pat
     subprocess.run(pip, check=True, env=environment, stdin=subprocess.DEVNULL)
     code = f"import importlib\nfor m in {_base_modules()!r}: importlib.import_module(m)"
     for command in ([python, "-c", code], [str(programs / "mtpconv"), "--help"]):
-        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
