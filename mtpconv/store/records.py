@@ -100,14 +100,16 @@ def read_tensor_pickle(data: bytes, where: str) -> StoredTensor:
     dtype, width = _dtype(storage_type, typed, where)
     storage_bytes = count if storage_type.name == "UntypedStorage" else count * width
     skip, shape, strides = args[1], args[2], args[3]
-    elements = prod(shape)
-    if len(strides) != len(shape) or (elements and (skip + elements) * width > storage_bytes):
+    if len(strides) != len(shape):
         raise _corrupt(where)
     if not _is_contiguous(shape, strides):
         raise UnsupportedError(
             f"{where} has shape {list(shape)} and strides {list(strides)}, which is not "
             "contiguous; save it again from contiguous tensors"
         )
+    elements = prod(shape)
+    if elements and (skip + elements) * width > storage_bytes:
+        raise _corrupt(where)
     return StoredTensor(dtype, shape, key, storage_bytes, skip * width, elements * width)
 
 
