@@ -269,6 +269,18 @@ def _expert_hidden_size(g: Geometry, layer: int) -> int:
     return latent or require_int(g.text, "hidden_size", g.model_type)
 
 
+def _values_per_key_head(g: Geometry, layer: int) -> int:
+    """Value heads for each key head of a gated delta net."""
+    keys = require_int(g.text, "linear_num_key_heads", g.model_type)
+    values = require_int(g.text, "linear_num_value_heads", g.model_type)
+    if not keys or values % keys:
+        raise RefusedError(
+            f"config.json: linear_num_value_heads {values} is not a multiple of "
+            f"linear_num_key_heads {keys}"
+        )
+    return values // keys
+
+
 _DERIVED: Mapping[str, Callable[[Geometry, int], int]] = {
     "head_dim": _head_dim,
     "v_head_dim": _value_head_dim,
@@ -277,6 +289,7 @@ _DERIVED: Mapping[str, Callable[[Geometry, int], int]] = {
     "experts": lambda g, layer: g.experts,
     "shared_experts_width": _shared_width,
     "expert_hidden_size": _expert_hidden_size,
+    "values_per_key_head": _values_per_key_head,
 }
 
 
