@@ -9,9 +9,12 @@ from typing import Any
 
 import typer
 
+from mtpconv.audit.sides import open_sides
+from mtpconv.cli.audit import EXIT, make_options, run_with_progress
 from mtpconv.cli.terminal import human, make_progress
 from mtpconv.convert import Outcome, hf2mcore, mcore2hf
 from mtpconv.errors import RefusedError
+from mtpconv.report import text
 
 
 def run_hf2mcore(src: Path, dst: Path, *, quiet: bool, **options: Any) -> None:
@@ -33,6 +36,11 @@ def run_roundtrip(
         progress = make_progress(quiet)
         _say(hf2mcore(src, there, layout=layout, mapping=mapping, progress=progress), quiet)
         _say(mcore2hf(there, back, mapping=mapping, progress=progress), quiet)
+        report = run_with_progress(open_sides(src, back, mapping=mapping), make_options(), progress)
+        if not quiet:
+            typer.echo(text.render(report), nl=False)
+        if report.verdict != "pass":
+            raise typer.Exit(EXIT[report.verdict])
         names = sorted(str(p.relative_to(back)) for p in back.rglob("*") if p.is_file())
         differ = [n for n in names if _sha256(src / n) != _sha256(back / n)]
         lost = [

@@ -250,6 +250,8 @@ class _Parser:
             if part.parent.resolve() != (path.parent / "blocks").resolve():
                 self.fault("M16", self.where(path, "", "include"), f"{name} is not in blocks/")
                 continue
+            if not part.is_file():  # a user's own table may share the shipped blocks
+                part = mappings_folder() / name
             included = self.load(part)
             self.keys(part, included, _INCLUDED)
             self.sections(part, included, blocks, shapes, dtypes)

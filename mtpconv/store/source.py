@@ -23,6 +23,8 @@ from mtpconv.store.safetensors_header import ShardHeader, parse_header
 
 FOLDER = "hf_source"
 _FILES, _HEADERS, _MANIFEST, _CARRIED = "files", "headers", "manifest.json", "carried"
+#: Saved headers must not look like shards to anybody who searches for `*.safetensors`.
+_HEADER = ".header"
 #: Weights in other formats: large, not converted, and named in the report when left behind.
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
 _SKIPPED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
@@ -94,7 +96,7 @@ def write_source(
     """
     (folder / _HEADERS).mkdir(parents=True)
     for name, header in shards.items():
-        write_bytes(folder / _HEADERS / name, header.raw)
+        write_bytes(folder / _HEADERS / f"{name}{_HEADER}", header.raw)
     for name in other_files(hf.path):
         copy_file(hf.path / name, folder / _FILES / name)
     write_manifest(manifest, folder / _MANIFEST)
@@ -162,7 +164,8 @@ def _read_saved(folder: Path) -> HfSource:
     headers = {}
     for entry in sorted((folder / _HEADERS).iterdir()):
         raw = entry.read_bytes()
-        headers[entry.name] = parse_header(raw, len(raw) + _payload(raw), entry)
+        name = entry.name.removesuffix(_HEADER)
+        headers[name] = parse_header(raw, len(raw) + _payload(raw), entry)
     carried = open_hf(folder / _CARRIED) if (folder / _CARRIED).is_dir() else None
     names = tuple(_walk(files_root))
     return HfSource(
