@@ -218,10 +218,10 @@ def _worth_reading(after: Subject, regions: Mapping[str, Region]) -> list[str]:
 
 
 def _pair_tier(before: Subject, after: Subject, found: Differences, options: Options) -> Tier:
+    if not before.tensors.keys() & after.tensors.keys():
+        return "L0" if found.missing or found.extra else "none"
     if not options.read_bytes or found.not_read or found.unread:
         return "L0"
-    if not (found.same or found.changed):
-        return "none" if not (found.missing or found.extra) else "L0"
     return "L2" if before.has_bytes and after.has_bytes else "L1"
 
 

@@ -75,23 +75,26 @@ def _missing(
 ) -> Iterator[Finding]:
     if subject.blind:
         return
-    wanted = promise.depths or 0
-    for depth in range(wanted):
+    planned = (
+        depths_of(subject.expected.tensors, subject.expected.regions) if subject.expected else {}
+    )
+    for depth in sorted({*range(promise.depths or 0), *planned}):
         if depth in present or Region("mtp", depth) in hidden:
             continue
         prefix, layer = _place(subject, promise, depth)
         field = promise.fields[0][0] if promise.fields else None
-        known = subject.expected.regions if subject.expected else {}
-        names = tuple(sorted(n for n, r in known.items() if r == Region("mtp", depth)))
+        said = f"{subject.config_source} says {field} = {promise.depths}"
+        if not promise.depths:
+            said = f"{promise.model_type} always has MTP, says the mapping table"
+        names = tuple(sorted(planned.get(depth, ())))
         total = f"{len(names)} tensors of " if names else ""
         yield finding(
             "mtp_missing", severity,
-            f"{total}{prefix} (MTP depth {depth}) are absent; {subject.config_source} says"
-            f" {field} = {wanted}."
+            f"{total}{prefix} (MTP depth {depth}) are absent; {said}."
             " Restore them or set the field to 0",
             layer=layer, prefix=prefix, field=field, region=Region("mtp", depth), tensors=names,
         )  # fmt: skip
-    if promise.by_family and not present and not hidden:
+    if promise.by_family and not (present or hidden or planned):
         prefix, _ = _place(subject, promise, 0)
         yield finding(
             "mtp_missing", "warning",

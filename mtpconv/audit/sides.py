@@ -74,7 +74,11 @@ def open_sides(
         return Sides(None, _alone(right, mapping), _plain(origin))
     if len(formats) == 1:
         return Sides(_plain(left), _plain(right) or _alone(right, mapping), _plain(origin))
-    hf = next(o for o in (left, right, origin) if o is not None and _names_of(o) == "hf")
+    hf = next(
+        o
+        for o in (left, right, origin)
+        if o is not None and not isinstance(o, TorchDistCheckpoint) and _names_of(o) == "hf"
+    )
     if hf.config is None:
         raise UnreadableError(f"{hf.path}: has no config.json; it says which table translates")
     plan = _plan(hf.config, mapping, hf.tensors.keys())

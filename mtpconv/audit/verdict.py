@@ -43,7 +43,8 @@ def make_report(
     own = sorted(apply_waivers(findings, options.waivers, options.today), key=_order)
     about_reference = sorted(reference, key=_order)
     failed = any(_counts(f) for f in own)
-    audit = list(_audit_findings(looked, options, failed))
+    explained = failed or any(_counts(f) for f in about_reference)
+    audit = list(_audit_findings(looked, options, explained))
     verdict: Verdict = "pass"
     if failed:
         verdict = "fail"
@@ -76,8 +77,8 @@ def _order(one: Finding) -> tuple[int, str, str, str]:
     return _SEVERITIES.index(one.severity), one.code, subject, one.message
 
 
-def _audit_findings(looked: Looked, options: Options, failed: bool) -> Iterator[Finding]:
-    if looked.nothing and not failed:
+def _audit_findings(looked: Looked, options: Options, explained: bool) -> Iterator[Finding]:
+    if looked.nothing and not explained:
         yield finding(
             "nothing_compared", "error",
             f"{looked.after.path}: nothing could be compared; name two checkpoints of one model",
