@@ -21,7 +21,7 @@ from typing import Any
 
 from mtpconv.errors import UnsupportedError
 from mtpconv.geometry import Geometry
-from mtpconv.megatron_families import FAMILIES, Args, base
+from mtpconv.megatron_families import FAMILIES, Args, Draft, unknown
 from mtpconv.store.pickles import Global
 
 #: How the checkpoint was made. `world_size` and `data_parallel_size` are absent on purpose:
@@ -128,33 +128,29 @@ RENAMED: Mapping[str, str] = {
 #: Names that `core_transformer_config_from_args` changes, and names that are not of the config.
 _IN_CONFIG = {**RENAMED, "num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 _NOT_IN_CONFIG = frozenset({
-    "max_position_embeddings", "position_embedding_type", "use_rope_scaling",
-    "rope_scaling_factor", "untie_embeddings_and_output_weights", "vocab_size",
-    "padded_vocab_size", "make_vocab_size_divisible_by", "tokenizer_type", "tokenizer_model",
+    "group_query_attention", "max_position_embeddings", "position_embedding_type",
+    "use_rope_scaling", "rope_scaling_factor", "untie_embeddings_and_output_weights",
+    "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "tokenizer_type",
+    "tokenizer_model",
 })  # fmt: skip
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-def megatron_args(geometry: Geometry, padded_vocab_size: int | None = None) -> Args:
+def megatron_args(
+    geometry: Geometry, padded_vocab_size: int | None = None, gaps: list[str] | None = None
+) -> Args:
     """The `args` of a model, by the names that Megatron-LM gives them in a checkpoint.
 
     `padded_vocab_size` is the number of rows of embedding and LM head, if not the vocabulary's.
-    All values are plain except `params_dtype`, which Megatron-Bridge reads: a pickle global such
-    as `torch.bfloat16`.
+    With a list in `gaps`, what Megatron cannot be told is added there, a line each, and the args
+    say the rest. All values are plain except `params_dtype`, which Megatron-Bridge reads: the
+    pickle global `torch.bfloat16`, say.
 
-    Raises: UnsupportedError for a model type or a feature without arguments here; RefusedError
-        if the config lacks a field.
+    Raises: UnsupportedError for the first gap, if `gaps` is None; RefusedError if the config
+        lacks a field.
     """
-    parts = FAMILIES.get(geometry.model_type)
-    if parts is None:
-        raise UnsupportedError(
-            f"model_type {geometry.model_type!r}: its Megatron arguments are not known; "
-            f"known are {', '.join(FAMILIES)}"
-        )
-    dtype = _DTYPES.get(geometry.dtype)
-    if dtype is None:
-        raise UnsupportedError(f"config.json: dtype {geometry.dtype}: Megatron has no such weights")
+    dtype = _DTYPES.get(geometry.dtype, "float32")
     rows = padded_vocab_size or geometry.dim("vocab_size")
     args: Args = {
         **CHECKPOINT,
@@ -171,9 +167,16 @@ def megatron_args(geometry: Geometry, padded_vocab_size: int | None = None) -> A
         "tiktoken_pattern": None,
         "vocab_file": None,
     }
-    for part in (base, *parts):
-        part(geometry, args)
-    return args | {new: args[old] for old, new in RENAMED.items()}
+    draft = Draft(geometry, args)
+    if geometry.dtype not in _DTYPES:
+        draft.gaps.append(f"config.json: dtype {geometry.dtype}: Megatron has no such weights")
+    for part in FAMILIES.get(geometry.model_type, (unknown,)):
+        part(draft)
+    if gaps is not None:
+        gaps += draft.gaps
+    elif draft.gaps:
+        raise UnsupportedError(draft.gaps[0])
+    return args | {new: args[old] for old, new in RENAMED.items() if old in args}
 
 
 def transformer_fields(args: Mapping[str, Any]) -> Args:
@@ -232,10 +235,14 @@ def yaml_text(args: Mapping[str, Any]) -> str:
 def _scalar(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_scalar(entry) for entry in value) + "]"
-    if isinstance(value, float) and math.isfinite(value):
+    if value is None or isinstance(value, bool | int):
+        return json.dumps(value)
+    if isinstance(value, float):
         # YAML 1.1 takes 1e-06 for a string: a float needs a point.
         mantissa, e, exponent = repr(value).partition("e")
-        return mantissa + ("" if "." in mantissa else ".0") + e + exponent
-    if value is None or isinstance(value, bool | int | str):
-        return json.dumps(value)
-    return json.dumps(value.name if isinstance(value, Global) else str(value))
+        if math.isfinite(value):
+            return mantissa + ("" if "." in mantissa else ".0") + e + exponent
+        return "." + mantissa if value > 0 or value != value else "-.inf"
+    text = value.name if isinstance(value, Global) else str(value)
+    plain = (c if " " <= c <= "~" and c not in '"\\' else f"\\U{ord(c):08x}" for c in text)
+    return '"' + "".join(plain) + '"'
