@@ -122,6 +122,9 @@ ABSENT = {
     "mamba_head_dim", "mamba_num_groups", "mamba_num_heads",
     "heterogeneous_layers_config_encoded_json", "moe_single_grouped_weight",
     "moe_single_grouped_bias",
+    # how a run balances experts; taken over by the development branch 0032978f
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_qb_num_bins",
+    "moe_router_quantile_balancing_estimation_scope", "moe_hybridep_routing_map_mode",
 }  # fmt: skip
 
 
