@@ -89,7 +89,7 @@ def _missing(
         names = tuple(sorted(planned.get(depth, ())))
         total = f"{len(names)} tensors of " if names else ""
         yield finding(
-            "mtp_missing", severity,
+            "mtp_missing", "warning" if promise.never_shipped else severity,
             f"{total}{prefix} (MTP depth {depth}) are absent; {said}."
             " Restore them or set the field to 0",
             layer=layer, prefix=prefix, field=field, region=Region("mtp", depth), tensors=names,
@@ -234,6 +234,6 @@ def _pair_depth(
 
 def _whole(promise: Promise, depths: list[MtpDepth]) -> MtpStatus:
     status = max((d.status for d in depths), key=_ORDER.index, default="none")
-    if not depths and promise.depths:
+    if not depths and (promise.depths or promise.by_family):
         status = "absent"
     return MtpStatus(status, promise.depths, tuple(depths))

@@ -15,6 +15,11 @@ from mtpconv.geometry import MTP_FIELDS, text_config
 
 Config = Mapping[str, Any]
 
+#: MiniMax's own spelling. Its M2 releases say 3 and ship no MTP tensor (MiniMax-M2.5 issue 8),
+#: which is why the converters do not count it; here it is a promise like any other, and one
+#: that is known to be broken for that family.
+_COUNT_FIELDS = (*MTP_FIELDS, "num_mtp_modules")
+_NEVER_SHIPPED = ("minimax_m2",)
 #: Parts of a config that describe something other than the language model.
 _ELSEWHERE = ("vision", "audio", "quantization", "speech", "generation", "draft")
 _MAX_DEPTH = 6
@@ -34,6 +39,8 @@ class Promise:
     layers: int | None
     #: the family ships MTP although its config has no field for it
     by_family: bool
+    #: the family's releases are known not to keep this promise
+    never_shipped: bool = False
     #: faults of the fields themselves, one line each
     contradictions: tuple[tuple[str, str], ...] = ()
 
@@ -65,7 +72,10 @@ def read_promise(config: Config | None) -> Promise:
     layers = _layers(config)
     by_family = not fields and kind is not None and kind.startswith(PROMISED_BY_FAMILY)
     depths = max(counts.values()) if counts else None
-    return Promise(kind, depths, fields, layers, by_family, tuple(faults))
+    if depths and text_config(config).get("mtp_use_repeated_layer"):
+        depths = 1  # one physical block, used again and again
+    never = kind is not None and kind.startswith(_NEVER_SHIPPED)
+    return Promise(kind, depths, fields, layers, by_family, never, tuple(faults))
 
 
 def naming_of(config: Config | None) -> Naming:
@@ -88,7 +98,7 @@ def _layers(config: Config) -> int | None:
 
 def _count_fields(config: Config, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
-        if key in MTP_FIELDS:
+        if key in _COUNT_FIELDS:
             yield prefix + key, value
         elif (
             isinstance(value, dict)
