@@ -111,4 +111,4 @@ def _tensors(layers: str, states: dict[str, int]) -> Case:
 def _verdict(report: Report) -> Case:
     outcome: Outcome = "error" if report.verdict == "error" else "passed"
     said = f"MTP {words.mtp(report.mtp)}; {words.compared(report.compared, report.tier)}"
-    return Case(CHECKPOINT, "A00 checked", outcome, said)
+    return Case(CHECKPOINT, "audit", outcome, said)

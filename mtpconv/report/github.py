@@ -60,7 +60,9 @@ def _annotation(report: Report, group: Group) -> str:
         lines += group.lines[:5]
         if len(group.lines) > 5:
             lines.append(f"and {words.count(len(group.lines) - 5, 'more line')}")
-    lines += [f"do: {hint}" for hint in group.hints[:1]]
+    lines += [f"hint: {hint}" for hint in group.hints[:1]]
+    if group.step is not None:
+        lines.append(f"do: {group.step}")
     return f"::{_LEVELS[group.label]} {listed}::{command_data(chr(10).join(lines))}"
 
 

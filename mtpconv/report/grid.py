@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from mtpconv.audit.finding import Finding, Report
 from mtpconv.audit.names import tail
+from mtpconv.report.advice import next_step
 from mtpconv.report.escape import plain
 from mtpconv.report.groups import group_findings, tensors_of
 from mtpconv.report.values import fields, plain_json
@@ -32,7 +33,15 @@ MAX_FINDING_BYTES: Final = 600_000
 MAX_CELLS: Final = 60_000
 _OTHERS: Final = "(other names)"
 #: States from harmless to bad; unknown ones stand between.
-_HARMLESS: Final = ("identical", "equal", "allowed", "waived", "not_read", "not_compared")
+_HARMLESS: Final = (
+    "identical",
+    "present",
+    "equal",
+    "allowed",
+    "waived",
+    "not_read",
+    "not_compared",
+)
 _BAD: Final = ("extra", "dtype", "shape", "changed", "unreadable", "missing")
 
 #: Pieces of the name, part of the model, first number (-1: none).
@@ -108,12 +117,16 @@ def encode(grid: Grid) -> str:
 
 
 def _universe(report: Report) -> tuple[dict[str, str], dict[str, Region]]:
-    """States and regions, with tensors that only a finding names."""
+    """States and regions; a tensor that is there but has a fault is in the state of its fault."""
     states = dict(report.states)
     regions = dict(report.regions)
     for one in report.findings:
+        faulty = one.waived is None and (
+            one.severity == "error" or (one.severity == "warning" and one.code.startswith("V"))
+        )
         for name in tensors_of(one):
-            if name not in states:
+            state = states.get(name)
+            if state is None or (faulty and state in _HARMLESS):
                 states[name] = one.kind
                 if one.region is not None:
                     regions.setdefault(name, one.region)
@@ -241,6 +254,7 @@ def _finding(one: Finding, label: str) -> dict[str, Any]:
         shown = value if isinstance(value, str) else json.dumps(plain_json(value))
         return plain(shown, _MAX_TEXT)
 
+    step = None if one.waived is not None else next_step(one.kind)
     return {
         "rule": plain(f"{one.code} {one.kind}", 200),
         "label": label,
@@ -251,6 +265,7 @@ def _finding(one: Finding, label: str) -> dict[str, Any]:
             before=short(one.before),
             after=short(one.after),
             hint=short(one.hint),
+            do=step,
             waived=short(one.waived),
         ),
     }

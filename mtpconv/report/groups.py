@@ -9,6 +9,7 @@ from typing import Final
 from mtpconv.audit.finding import Finding, Report, Severity
 from mtpconv.ranges import compress_names
 from mtpconv.report import words
+from mtpconv.report.advice import next_step
 from mtpconv.report.escape import plain
 from mtpconv.tensors import Region
 
@@ -54,8 +55,13 @@ class Group:
         return list(dict.fromkeys(shown))
 
     @property
+    def step(self) -> str | None:
+        """What to do about it; nothing needs to be done about waived findings."""
+        return None if self.waived else next_step(self.kind)
+
+    @property
     def hints(self) -> tuple[str, ...]:
-        """What to do, each advice once."""
+        """What the audit suspects, each once."""
         return tuple(dict.fromkeys(plain(f.hint) for f in self.findings if f.hint))
 
     @property

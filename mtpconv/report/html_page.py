@@ -111,7 +111,9 @@ def _finding(report: Report, group: Group, *, opened: bool) -> Iterator[str]:
     messages = [html(message[:2000]) for message in group.messages]
     yield from _list(messages, _MAX_MESSAGES, "more like it; the picture has each")
     for hint in group.hints[:3]:
-        yield f'<p class="do">do: {html(hint[:2000])}</p>'
+        yield f"<p>hint: {html(hint[:2000])}</p>"
+    if group.step is not None:
+        yield f'<p class="do">do: {html(group.step)}</p>'
     for reason in list(dict.fromkeys(f.waived for f in group.findings if f.waived))[:3]:
         yield f"<p>waived: {html(reason[:2000])}</p>"
     names = [f"<code>{html(name)}</code>" for name in group.lines]

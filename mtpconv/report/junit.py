@@ -97,6 +97,8 @@ def _group(group: Group) -> Iterator[str]:
     yield from (f"    {name}" for name in names[:_MAX_NAMES])
     if len(names) > _MAX_NAMES:
         yield f"    and {words.count(len(names) - _MAX_NAMES, 'more line')}"
-    yield from (f"  do: {hint}" for hint in group.hints[:3])
+    yield from (f"  hint: {hint}" for hint in group.hints[:3])
+    if group.step is not None:
+        yield f"  do: {group.step}"
     for reason in list(dict.fromkeys(f.waived for f in group.findings if f.waived))[:3]:
         yield f"  waived: {plain(reason)}"

@@ -77,7 +77,9 @@ def _lines(report: Report, group: Group) -> Iterator[str]:
     if len(messages) > _MAX_MESSAGES:
         yield f"- and {len(messages) - _MAX_MESSAGES:,} more like it"
     for hint in group.hints[:3]:
-        yield f"- **do: {markdown(hint)}**"
+        yield f"- hint: {markdown(hint)}"
+    if group.step is not None:
+        yield f"- **do: {markdown(group.step)}**"
     for reason in list(dict.fromkeys(f.waived for f in group.findings if f.waived))[:3]:
         yield f"- waived: {markdown(reason)}"
     names = group.lines

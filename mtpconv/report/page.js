@@ -6,11 +6,14 @@
 
   // A symbol and a texture for each state: the page must be readable without colour.
   const KNOWN = {
-    identical: ["\u00b7", "ok"], equal: ["=", "ok"], allowed: ["a", "ok"], waived: ["w", "ok"],
+    identical: ["\u00b7", "ok"], present: ["\u2022", "ok"], equal: ["=", "ok"], allowed: ["a", "ok"], waived: ["w", "ok"],
     changed: ["\u2260", "differs"], dtype: ["D", "differs"], shape: ["S", "differs"],
     missing: ["\u00d7", "lost"], unreadable: ["!", "lost"], missing_tensor: ["\u00d7", "lost"],
     extra: ["+", "added"], extra_tensor: ["+", "added"],
     not_read: ["?", "unseen"], not_compared: ["?", "unseen"],
+    zero_tensor: ["0", "differs"], not_finite: ["N", "differs"], constant_tensor: ["C", "differs"],
+    fresh_init: ["F", "differs"], stale_mtp: ["~", "differs"], same_as_trunk: ["T", "differs"],
+    narrowed: ["<", "differs"], mtp_unchanged: ["U", "differs"], mtp_orphan: ["O", "added"],
   };
   const used = new Set(Object.values(KNOWN).map((entry) => entry[0]));
   const looks = states.map((state) => {
@@ -259,7 +262,8 @@
         item.append(make("br"), "before ", make("code", {}, finding.before ?? "absent"), ", after ",
           make("code", {}, finding.after ?? "absent"));
       }
-      if (finding.hint) item.append(make("br"), make("span", { class: "do" }, "do: " + finding.hint));
+      if (finding.hint) item.append(make("br"), "hint: " + finding.hint);
+      if (finding.do) item.append(make("br"), make("span", { class: "do" }, "do: " + finding.do));
       if (finding.waived) item.append(make("br"), "waived: " + finding.waived);
       said.append(item);
     });

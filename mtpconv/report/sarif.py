@@ -146,6 +146,8 @@ def _result(report: Report, group: Group, place: tuple[str, int | None]) -> dict
         where = "" if region is None else f" in {words.region(region)}"
         said.append(words.count(len(group.names), "tensor") + where)
     said += group.hints[:1]
+    if group.step is not None:
+        said.append(group.step)
     identity = [group.code, group.kind, uri, first.field, None if region is None else str(region)]
     result: dict[str, Any] = {
         "ruleId": _rule_id(group.code),

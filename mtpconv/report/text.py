@@ -29,6 +29,8 @@ _STYLES: Final = {
 }
 #: Lines that one message or hint may take on a screen.
 _CLIP: Final = 3
+#: Lines of names that a rule that fails has before warnings take the room.
+_MIN_NAMES: Final = 3
 #: Different messages of one rule that `verbose` shows.
 _MAX_MESSAGES: Final = 50
 
@@ -82,9 +84,9 @@ def _head(report: Report) -> Iterable[Line]:
         yield 2, f"{'allowed':<10}{', '.join(map(plain, report.switches))}", "yellow"
     yield from _some("note", report.compared.notes, "")
     yield from _some("not read", report.compared.not_read, "yellow")
-    first = next((g for g in group_findings(report.findings) if g.fails and g.hints), None)
+    first = next((g for g in group_findings(report.findings) if g.fails and g.step), None)
     if first is not None:
-        yield 2, f"{'next':<10}{first.hints[0]}", "bold"
+        yield 2, f"{'next':<10}{first.step}", "bold"
 
 
 def _some(word: str, lines: Sequence[str], style: str) -> Iterable[Line]:
@@ -102,7 +104,10 @@ def _title(report: Report, group: Group) -> Line:
 
 def _advice(group: Group) -> Iterable[Line]:
     for hint in group.hints[:1]:
-        yield 2, f"do: {hint}", "bold"
+        more = f" (and {len(group.hints) - 1:,} more hints)" if len(group.hints) > 1 else ""
+        yield 2, f"hint: {hint}{more}", ""
+    if group.step is not None:
+        yield 2, f"do: {group.step}", "bold"
     if group.waived:
         for reason in list(dict.fromkeys(plain(f.waived) for f in group.findings if f.waived))[:1]:
             yield 2, f"waived: {reason}", "dim"
@@ -185,7 +190,9 @@ def _screenful(console: Console, report: Report, room: int) -> list[Text]:
     spare = room
     for group in groups:
         block = _block(console, report, group)
-        if block.height > spare:
+        # Names of what fails are worth more than what only warns.
+        kept = 0 if group.fails else sum(min(len(b.names), _MIN_NAMES) for b in blocks)
+        if block.height > spare - kept:
             break
         blocks.append(block)
         spare -= block.height

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,24 +40,19 @@ def chromium() -> str:
     pytest.skip("no Chromium on PATH; on Debian: apt-get install chromium")
 
 
-class Page:
-    """One open page."""
+class Browser:
+    """A browser with a profile of its own; it serves many pages, one at a time."""
 
-    def __init__(self, url: str, folder: Path, *, dark: bool = False) -> None:
-        """Start a browser of its own for the page; `with` opens it."""
-        self._url = url
-        self._scheme = "dark" if dark else "light"
-        self._number = 0
-        self._buffer = b""
-        self._session: str | None = None
-        self.errors: list[str] = []
-        self.requests: list[str] = []
+    def __init__(self, profile: Path) -> None:
+        """Start it; `with` ends it."""
         program = [
             chromium(), "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
             "--disable-dev-shm-usage", "--disable-background-networking", "--disable-sync",
             "--disable-component-update", "--remote-debugging-pipe",
-            f"--user-data-dir={folder / 'profile'}", "about:blank",
+            f"--user-data-dir={profile}", "about:blank",
         ]  # fmt: skip
+        self._number = 0
+        self._buffer = b""
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
         start = [sys.executable, "-c", _START, str(to_browser), str(from_browser), *program]
@@ -68,42 +64,25 @@ class Page:
         os.close(from_browser)
 
     def __enter__(self) -> Self:
-        """The page, loaded and drawn."""
-        try:
-            self._open()
-        except BaseException:
-            self.__exit__()
-            raise
+        """The browser itself."""
         return self
 
-    def _open(self) -> None:
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        session = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        self._session = session["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=1500, height=1100, deviceScaleFactor=1, mobile=False,
-        )  # fmt: skip
-        scheme = {"name": "prefers-color-scheme", "value": self._scheme}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=self._url)
-        self.wait("document.body && document.body.dataset.ready === 'yes'")
-
     def __exit__(self, *_: object) -> None:
-        """Ends the browser, whatever happened."""
+        """End it, whatever happened."""
         self._process.kill()
         self._process.wait()
         os.close(self._out)
         os.close(self._in)
 
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the DevTools protocol and its answer."""
+    def call(
+        self, method: str, session: str | None, parameters: dict[str, Any],
+        note: Callable[[dict[str, Any]], None],
+    ) -> dict[str, Any]:  # fmt: skip
+        """One command of the DevTools protocol and its answer; events on the way go to `note`."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
-        if self._session is not None:
-            message["sessionId"] = self._session
+        if session is not None:
+            message["sessionId"] = session
         os.write(self._out, json.dumps(message).encode() + b"\0")
         end = time.monotonic() + LIMIT
         while True:
@@ -112,7 +91,7 @@ class Page:
                 assert "error" not in answer, answer
                 result: dict[str, Any] = answer["result"]
                 return result
-            self._note(answer)
+            note(answer)
 
     def _read(self, end: float) -> dict[str, Any]:
         while b"\0" not in self._buffer:
@@ -126,6 +105,46 @@ class Page:
         line, _, self._buffer = self._buffer.partition(b"\0")
         found: dict[str, Any] = json.loads(line)
         return found
+
+
+class Page:
+    """One open page."""
+
+    def __init__(self, browser: Browser, url: str, *, dark: bool = False) -> None:
+        """A page of the browser; `with` opens and closes it."""
+        self._browser = browser
+        self._url = url
+        self._scheme = "dark" if dark else "light"
+        self._session: str | None = None
+        self._target = ""
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+
+    def __enter__(self) -> Self:
+        """The page, loaded and drawn."""
+        self._target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        session = self.call("Target.attachToTarget", targetId=self._target, flatten=True)
+        self._session = session["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=1500, height=1100, deviceScaleFactor=1, mobile=False,
+        )  # fmt: skip
+        scheme = {"name": "prefers-color-scheme", "value": self._scheme}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Page.navigate", url=self._url)
+        self.wait("document.body && document.body.dataset.ready === 'yes'")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the page."""
+        self._session = None
+        self.call("Target.closeTarget", targetId=self._target)
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command of the DevTools protocol and its answer."""
+        return self._browser.call(method, self._session, parameters, self._note)
 
     def _note(self, event: dict[str, Any]) -> None:
         """Keep what a test must know: script errors, policy violations, requests."""

@@ -37,7 +37,7 @@ def test_forty_rules_are_ten_annotations_that_count_the_rest() -> None:
 def test_an_annotation_names_the_file_and_what_to_do() -> None:
     first = github.render(mtp_dropped()).splitlines()[0]
     assert first.startswith("::error file=export/config.json,title=P01 mtp_missing::")
-    assert "%0Ado: export again with the MTP module" in first
+    assert "%0Ado: restore the MTP tensors" in first
 
 
 def test_all_green_is_one_notice_with_the_mtp_line() -> None:

@@ -154,6 +154,21 @@ def test_a_tensor_that_only_a_finding_names_is_shown() -> None:
     assert decode(data)[0]["model.layers.78.ghost.weight"] == "index_entry_not_in_file"
 
 
+def test_a_tensor_with_a_fault_is_not_drawn_as_sound() -> None:
+    name = "model.layers.78.eh_proj.weight"
+
+    def state(**changes: Any) -> str:
+        fault = Finding("V01", "zero_tensor", "warning", "all zero", name)
+        report = replace(passing(), findings=(replace(fault, **changes),))
+        return decode(grid.make_grid(report).data)[0][name]
+
+    assert state() == "zero_tensor"
+    assert state(severity="error") == "zero_tensor"
+    assert state(waived="known") == "identical"
+    assert state(severity="note") == "identical"
+    assert state(code="E01", kind="engine_ignores") == "identical"
+
+
 def test_hostile_names_cannot_leave_the_script_element() -> None:
     made = grid.make_grid(ALL["hostile"]())
     text = grid.encode(made)

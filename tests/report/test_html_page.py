@@ -3,14 +3,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from mtpconv.report import html_page
-from tests.report.browser import Page
+from tests.report.browser import Browser, Page
 from tests.report.reports import ALL, mtp_dropped, scattered
 
 
@@ -60,7 +60,7 @@ def test_verdict_mtp_and_findings_can_be_read_without_javascript() -> None:
     for said in (
         "FAIL",
         "absent; config promises 1 depth; depth 0: absent, 0 of 791 tensors",
-        "do: export again with the MTP module",
+        "do: restore the MTP tensors",
         "model.layers.78.mlp.experts.{0..255}.gate_proj.weight",
         "The picture needs JavaScript",
     ):
@@ -90,16 +90,27 @@ def _cell(row: str, part: str) -> str:
     )
 
 
-def _open(tmp_path: Path, name: str, *, dark: bool = False) -> Page:
-    path = tmp_path / "report.html"
-    path.write_text(html_page.render(ALL[name]()), "utf-8")
-    return Page(path.as_uri(), tmp_path, dark=dark)
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    """Opens the page of a report by name; one browser for all tests."""
+    folder = tmp_path_factory.mktemp("pages")
+    with Browser(folder / "profile") as browser:
+
+        def open_page(name: str, *, dark: bool = False) -> Page:
+            path = folder / f"{name}.html"
+            path.write_text(html_page.render(ALL[name]()), "utf-8")
+            return Page(browser, path.as_uri(), dark=dark)
+
+        yield open_page
 
 
 @pytest.fixture
-def dropped(tmp_path: Path) -> Iterator[Page]:
+def dropped(opened: Open) -> Iterator[Page]:
     """The page of a model that lost its MTP module."""
-    with _open(tmp_path, "mtp_dropped") as page:
+    with opened("mtp_dropped") as page:
         yield page
         assert page.errors == []
         assert len(page.requests) == 1  # the file itself
@@ -169,8 +180,8 @@ def test_mtp_is_in_sight_without_scrolling(dropped: Page) -> None:
     assert "mtp" not in trunk
 
 
-def test_states_differ_by_symbol_and_texture_not_only_by_colour(tmp_path: Path) -> None:
-    with _open(tmp_path, "scattered") as page:
+def test_states_differ_by_symbol_and_texture_not_only_by_colour(opened: Open) -> None:
+    with opened("scattered") as page:
         symbols = page.value(
             "[...document.querySelectorAll('#states .chip')].map(c => c.textContent)"
         )
@@ -192,13 +203,11 @@ def test_states_differ_by_symbol_and_texture_not_only_by_colour(tmp_path: Path) 
         )
 
 
-def test_dark_and_light(tmp_path: Path) -> None:
+def test_dark_and_light(opened: Open, tmp_path: Path) -> None:
     shots = []
     for dark in (False, True):
-        folder = tmp_path / str(dark)
-        folder.mkdir()
-        with _open(folder, "mtp_dropped", dark=dark) as page:
-            shots.append(page.screenshot(folder / "page.png"))
+        with opened("mtp_dropped", dark=dark) as page:
+            shots.append(page.screenshot(tmp_path / "page.png"))
             back = page.value("getComputedStyle(document.body).backgroundColor")
             red, green, blue = map(int, re.findall(r"\d+", back))
             assert (red + green + blue < 128) == dark
@@ -208,8 +217,8 @@ def test_dark_and_light(tmp_path: Path) -> None:
     assert shots[0] != shots[1]
 
 
-def test_hostile_names_run_nothing_and_load_nothing(tmp_path: Path) -> None:
-    with _open(tmp_path, "hostile") as page:
+def test_hostile_names_run_nothing_and_load_nothing(opened: Open) -> None:
+    with opened("hostile") as page:
         assert page.value("window.owned") is None
         cells = page.value("document.querySelectorAll('table.grid td:not(.none)').length")
         assert cells > 10
@@ -226,8 +235,8 @@ def test_hostile_names_run_nothing_and_load_nothing(tmp_path: Path) -> None:
         assert page.errors == []
 
 
-def test_a_report_without_tensors_is_a_page(tmp_path: Path) -> None:
-    with _open(tmp_path, "not_checked") as page:
+def test_a_report_without_tensors_is_a_page(opened: Open) -> None:
+    with opened("not_checked") as page:
         assert page.value(SHOWN) == "0 tensors of 0 shown"
         assert "No tensor was looked at" in page.value("document.body.textContent")
         assert page.errors == []

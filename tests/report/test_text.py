@@ -27,7 +27,7 @@ def test_the_verdict_the_mtp_line_and_the_next_step_are_at_the_top() -> None:
     assert shown[0].startswith("FAIL  792 errors")
     top = "\n".join(shown[:8])
     assert "MTP       absent; config promises 1 depth; depth 0: absent, 0 of 791 tensors" in top
-    assert "next      export again with the MTP module" in top
+    assert "next      restore the MTP tensors" in top
     assert shown.index("error P01 mtp_missing") < shown.index(
         "error T01 missing_tensor: 791 tensors in MTP depth 0 (all of it)"
     )
