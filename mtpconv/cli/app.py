@@ -268,3 +268,53 @@ def audit(
         headers_only=headers_only, sample=sample, require=require, profile=profile,
         waivers=waivers, jobs=jobs,
     )  # fmt: skip
+
+
+@app.command()
+def parity(
+    hf: Annotated[Path, typer.Argument(help="HuggingFace folder: the reference.")],
+    mcore: Annotated[Path, typer.Argument(help="torch_dist folder of the same model.")],
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 (default on CPU) or bfloat16 (default on CUDA).")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file, a prompt per line; else seeded random tokens.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens; default: longer than index_topk.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
+    max_abs: Annotated[
+        float | None, typer.Option(help="Largest difference allowed, instead of measured noise.")
+    ] = None,
+    mean_abs: Annotated[float | None, typer.Option(help="The same for the mean.")] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Hold one layer of each side at a time.")
+    ] = False,
+    format: Annotated[str, typer.Option(help="On standard output: text or json.")] = "text",
+    html: Annotated[Path | None, typer.Option(help="Also write a page with curves.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run the same tokens through transformers and Megatron-Core; compare trunk and every MTP depth.
+
+    Needs the extra: pip install 'mtpconv[parity]'.
+    """
+    from mtpconv.cli.model import run_parity
+
+    run_parity(
+        hf, mcore, device=device, dtype=dtype, prompts=prompts, length=length, seed=seed,
+        max_abs=max_abs, mean_abs=mean_abs, stream=stream, format=format, html=html, quiet=quiet,
+    )  # fmt: skip
+
+
+@app.command()
+def args(
+    model: Annotated[Path, typer.Argument(help="config.json, or a checkpoint folder.")],
+    format: Annotated[str, typer.Option(help="flags, yaml or namespace.")] = "flags",
+    mapping: Mapping = None,
+) -> None:
+    """Print the Megatron-LM arguments for a model, --mtp-num-layers included."""
+    from mtpconv.cli.model import run_args
+
+    run_args(model, format=format, mapping=mapping)

@@ -1,0 +1,69 @@
+"""parity and args as commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from mtpconv.cli.plan import load_plan
+from mtpconv.errors import UsageError
+
+
+def run_parity(
+    hf: Path,
+    mcore: Path,
+    *,
+    format: str,
+    html: Path | None,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Run both forwards and compare; exit 1 if a head differs."""
+    from mtpconv.parity.picture import render_html
+    from mtpconv.parity.render import render_json, render_text
+    from mtpconv.parity.report import ParityOptions
+    from mtpconv.parity.run import run_parity as compare
+    from mtpconv.report import write_file
+
+    if format not in ("text", "json"):
+        raise UsageError(f"--format {format}: must be text or json")
+    if html is not None and not html.parent.is_dir():
+        raise UsageError(f"--html {html}: {html.parent} is no folder")
+    done = compare(hf, mcore, ParityOptions(**options))
+    if html is not None:
+        write_file(html, render_html(done))
+    if format == "json":
+        typer.echo(render_json(done))
+    elif not quiet:
+        typer.echo(render_text(done))
+    raise typer.Exit(done.exit_code)
+
+
+def run_args(model: Path, *, format: str, mapping: Path | None) -> None:
+    """Print Megatron's arguments for a model."""
+    import shlex
+
+    from mtpconv.megatron_args import megatron_args, shell_flags, yaml_text
+
+    gaps: list[str] = []
+    args = megatron_args(load_plan(model, mapping).geometry, gaps=gaps)
+    for gap in gaps:
+        typer.echo(f"mtpconv: Megatron cannot be told: {gap}", err=True)
+    if format == "flags":
+        words = shell_flags(args)
+        lines: list[str] = []
+        for word in words:
+            if word.startswith("--") or not lines:
+                lines.append(shlex.quote(word))
+            else:
+                lines[-1] += f" {shlex.quote(word)}"
+        typer.echo(" \\\n".join(lines))
+    elif format == "yaml":
+        typer.echo(yaml_text(args), nl=False)
+    elif format == "namespace":
+        for name, value in sorted(args.items()):
+            typer.echo(f"args.{name} = {value!r}")
+    else:
+        raise UsageError(f"--format {format}: must be flags, yaml or namespace")
