@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +100,7 @@ def load_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfMode
     return model
 
 
-def empty_hf(folder: Path, dtype: str = "float32") -> HfModel:
+def empty_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfModel:
     """The model without any weights, on the meta device, for reading a layer at a time."""
     runtime.require("torch", "transformers")
     import torch
@@ -118,7 +118,7 @@ def empty_hf(folder: Path, dtype: str = "float32") -> HfModel:
             )
     decoder = trunk.get_decoder()
     # Rope frequencies are computed, not stored: they are the only buffers outside the units.
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config)
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
     keep = set(getattr(trunk, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter in trunk.named_parameters():
         if any(pattern in name for pattern in keep):
@@ -141,6 +141,22 @@ def trunk_units(model: HfModel) -> Iterator[tuple[Any, str]]:
         yield layer, f"model.layers.{number}."
     yield decoder.norm, "model.norm."
     yield model.trunk.lm_head, "lm_head."
+
+
+def depth_units(model: HfModel) -> Iterator[tuple[Any, str]]:
+    """The parts of every MTP depth, each with its prefix on disk."""
+    for depth in model.depths:
+        yield from depth.units()
+
+
+def loader(model: HfModel, module: Any, prefix: str, device: str) -> Callable[[], dict[str, Any]]:
+    """Reads the state dict of a module from disk when called."""
+
+    def load() -> dict[str, Any]:
+        state = unit_state(model, module, prefix)
+        return {name: value.to(device) for name, value in state.items()}
+
+    return load
 
 
 def heads(model: HfModel, tokens: Any) -> dict[str, Any]:

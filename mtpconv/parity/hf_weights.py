@@ -79,28 +79,26 @@ def module_state(module: Any, weights: HfWeights, prefix: str) -> dict[str, Any]
 
     Raises: RefusedError if a tensor is not there; shapes are left to `load_state_dict`.
     """
-    state = {}
-    for name, wanted in module.state_dict().items():
-        state[name] = _find(prefix + name, weights).to(wanted.dtype)
-    return state
+    return {
+        name: _find(prefix + name, weights, wanted.dtype)
+        for name, wanted in module.state_dict().items()
+    }
 
 
-def _find(name: str, weights: HfWeights) -> Any:
-    import torch
-
+def _find(name: str, weights: HfWeights, dtype: Any) -> Any:
     candidates = list(_spellings(name))
     for candidate in candidates:
         if candidate in weights:
-            return weights.read(candidate)
+            return weights.read(candidate).to(dtype)
     for candidate in candidates:
         head, _, tail = candidate.rpartition("experts.")
         if not head or tail not in ("gate_up_proj", "down_proj"):
             continue
         for gate, up, down in EXPERT_PARTS:
             parts = (gate, up) if tail == "gate_up_proj" else (down,)
-            experts = _experts(weights, f"{head}experts.", parts)
-            if experts:
-                return torch.stack(experts)
+            packed = _packed(weights, f"{head}experts.", parts, dtype)
+            if packed is not None:
+                return packed
     raise RefusedError(f"{weights.checkpoint.path}: no tensor {candidates[0]}, which parity needs")
 
 
@@ -111,11 +109,21 @@ def _spellings(name: str) -> Iterator[str]:
             yield name.replace(module, disk)
 
 
-def _experts(weights: HfWeights, prefix: str, parts: Sequence[str]) -> list[Any]:
+def _packed(weights: HfWeights, prefix: str, parts: Sequence[str], dtype: Any) -> Any:
+    """All experts in one tensor, filled in place: they are most of what a layer holds.
+
+    Shape: parts [rows, columns] each; result [experts, parts * rows, columns].
+    """
     import torch
 
-    experts: list[Any] = []
-    while f"{prefix}{len(experts)}.{parts[0]}.weight" in weights:
-        names = [f"{prefix}{len(experts)}.{part}.weight" for part in parts]
-        experts.append(torch.cat([weights.read(name) for name in names]))
-    return experts
+    count = 0
+    while f"{prefix}{count}.{parts[0]}.weight" in weights:
+        count += 1
+    if not count:
+        return None
+    rows, columns = weights.read(f"{prefix}0.{parts[0]}.weight").shape
+    packed = torch.empty(count, len(parts), rows, columns, dtype=dtype)
+    for expert in range(count):
+        for number, part in enumerate(parts):
+            packed[expert, number] = weights.read(f"{prefix}{expert}.{part}.weight")
+    return packed.flatten(1, 2)

@@ -16,11 +16,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
+from mtpconv.errors import RefusedError, UnsupportedError
 from mtpconv.geometry import Geometry, read_geometry
 from mtpconv.parity import runtime
 from mtpconv.parity.modules import Dialect, block_specs, key_map, mtp_attribute
 from mtpconv.parity.settings import DSA_NEEDS, Settings, read_settings
+from mtpconv.store.checkpoint import require_sound
+from mtpconv.store.torch_dist import TorchDistCheckpoint, open_torch_dist
 
 DIALECTS: tuple[Dialect, ...] = ("te", "local")
 
@@ -45,29 +47,26 @@ def build(
     dtype: str = "float32",
     te: bool | None = None,
     seed: int = 0,
+    *,
+    empty: bool = False,
 ) -> McoreModel:
     """A model with seeded random weights, in eval mode, on the session's device.
 
-    `te` chooses Transformer Engine's modules; None takes them on CUDA where installed.
+    `te` chooses Transformer Engine's modules; None takes them on CUDA where installed. An
+    `empty` model lies on the meta device and has no weights.
 
     Raises: UnsupportedError if this megatron-core cannot build the family.
     """
     device = runtime.require_session()
     settings = _settings(config)
-    version = runtime.megatron_version()
-    if settings.dsa and version < DSA_NEEDS:
-        shown = ".".join(map(str, version))
-        raise UnsupportedError(
-            f"{settings.geometry.model_type} needs megatron-core 0.19 or newer; {shown} is "
-            "installed, and its sparse attention differs from the model's"
-        )
+    require_support(settings)
     te = (device == "cuda" and runtime.have_transformer_engine()) if te is None else te
     import torch
     from megatron.core.models.gpt import GPTModel
 
     torch_dtype = getattr(torch, dtype)
     torch.manual_seed(seed)
-    with _quiet():
+    with quiet(), torch.device("meta" if empty else device):
         transformer = _transformer_config(settings, torch_dtype, device, te)
         decoder, mtp = block_specs(settings, transformer, te)
         module = GPTModel(
@@ -85,37 +84,42 @@ def build(
             mtp_block_spec=mtp,
         )
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(device=device, dtype=torch_dtype)
-    for buffer in module.buffers():
-        buffer.data = buffer.data.to(device)
+        parameter.data = parameter.data.to(torch_dtype)
+    if not empty:
+        module.to(device)
     model = McoreModel(module.eval().requires_grad_(False), settings, dtype, te)
     _set_latent_eps(model)
     set_dialect(model, "te")
     return model
 
 
-def load(model: McoreModel, folder: Path) -> None:
+def require_support(settings: Settings) -> None:
+    """Check that the installed megatron-core can build the family.
+
+    Raises: UnsupportedError.
+    """
+    version = runtime.megatron_version()
+    if settings.dsa and version < DSA_NEEDS:
+        shown = ".".join(map(str, version))
+        raise UnsupportedError(
+            f"{settings.geometry.model_type} needs megatron-core 0.19 or newer; {shown} is "
+            "installed, and its sparse attention differs from the model's"
+        )
+
+
+def load(model: McoreModel, folder: Path | TorchDistCheckpoint) -> None:
     """Load a torch_dist folder into the model, norm names and layer layout as stored.
 
     Raises: RefusedError if the model asks for keys that the checkpoint lacks, or the
-    checkpoint holds weights that the model does not ask for; UnreadableError if Megatron
-    cannot read it.
+    checkpoint holds weights that the model does not ask for; UnreadableError if it is corrupt.
     """
     runtime.require_session()
     from megatron.core import dist_checkpointing
 
-    iteration = iteration_folder(folder)
-    stored = stored_keys(iteration)
-    state = _best_match(model, stored)
-    asked = sharded_keys(state)
-    _refuse_difference(asked, stored, iteration)
-    try:
-        with _quiet():
-            loaded = dist_checkpointing.load(state, str(iteration))
-    except Exception as error:  # Megatron and torch raise their own kinds here
-        raise UnreadableError(
-            f"{iteration}: megatron-core cannot load it: {_line(error)}"
-        ) from error
+    stored = open_stored(folder) if isinstance(folder, Path) else folder
+    state = checked_state(model, stored)
+    with quiet():
+        loaded = dist_checkpointing.load(state, str(stored.folder))
     wanted = set(model.module.state_dict())
     model.module.load_state_dict({k: v for k, v in loaded.items() if k in wanted}, strict=True)
 
@@ -145,7 +149,7 @@ def save(
         "checkpoint_version": 3.0,
         "iteration": iteration,
     }
-    with _quiet():
+    with quiet():
         dist_checkpointing.save(
             state, str(target), content_metadata={"non_homogeneous_layers": not stacked}
         )
@@ -153,42 +157,34 @@ def save(
     return target
 
 
-def module_tensors(model: McoreModel) -> dict[str, Any]:
+def module_tensors(model: McoreModel, *, only_loaded: bool = False) -> dict[str, Any]:
     """Every weight of the live model as a CPU tensor, by module name.
 
     Names are those of `state_dict()`: experts apart, norms under their module's name, MTP
-    layers as `mtp.layers.J.transformer_layer` in every version.
+    layers as `mtp.layers.J.transformer_layer` in every version. `only_loaded` leaves out what
+    lies on the meta device.
     """
     prefix = re.compile(r"^(mtp\.layers\.\d+\.)" + re.escape(mtp_attribute()) + r"\.")
     return {
         prefix.sub(r"\1transformer_layer.", name): value.detach().cpu()
         for name, value in model.module.state_dict().items()
-        if hasattr(value, "detach")
+        if hasattr(value, "detach") and not (only_loaded and value.is_meta)
     }
 
 
-def iteration_folder(folder: Path) -> Path:
-    """The folder that holds `.metadata`: the one given, or the latest iteration in it.
+def open_stored(folder: Path) -> TorchDistCheckpoint:
+    """The checkpoint, found to be whole and to name nothing that runs code.
 
-    Raises: UnreadableError if there is none.
+    Megatron unpickles `.metadata`, `common.pt` and every `_extra_state`; so all of them are
+    parsed first by a reader that calls nothing.
+
+    Raises: UnreadableError if a file is missing or corrupt, or a pickle names what it must not.
     """
-    if (folder / ".metadata").is_file():
-        return folder
-    latest = folder / "latest_checkpointed_iteration.txt"
-    if latest.is_file():
-        word = latest.read_text().strip()
-        child = folder / ("release" if word == "release" else f"iter_{int(word or 0):07d}")
-        if (child / ".metadata").is_file():
-            return child
-        raise UnreadableError(f"{child}: no .metadata, though {latest.name} says {word!r}")
-    raise UnreadableError(f"{folder}: no torch_dist checkpoint (no .metadata)")
-
-
-def stored_keys(iteration: Path) -> set[str]:
-    """Sharded keys of a torch_dist folder; an object's key ends in `/shard_I_N`."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    return set(FileSystemReader(iteration).read_metadata().state_dict_metadata)
+    stored = open_torch_dist(folder)
+    require_sound(stored)
+    for name in stored.objects:
+        stored.read_object(name)
+    return stored
 
 
 def set_dialect(model: McoreModel, dialect: Dialect) -> None:
@@ -285,6 +281,16 @@ def _set_latent_eps(model: McoreModel) -> None:
                 norm.eps = eps
 
 
+def checked_state(model: McoreModel, stored: TorchDistCheckpoint) -> dict[str, Any]:
+    """The model's sharded state dict in the checkpoint's layout and norm names.
+
+    Raises: RefusedError if the two do not hold the same tensors.
+    """
+    state = _best_match(model, {*stored.tensors, *stored.objects})
+    _refuse_difference(sharded_keys(state), stored)
+    return state
+
+
 def _best_match(model: McoreModel, stored: set[str]) -> dict[str, Any]:
     """The sharded state dict whose keys are nearest to those stored."""
     stacked = not any(re.match(r"decoder\.layers\.\d+\.", key) for key in stored)
@@ -299,21 +305,18 @@ def _best_match(model: McoreModel, stored: set[str]) -> dict[str, Any]:
     return best[1]
 
 
-def _refuse_difference(asked: set[str], stored: set[str], where: Path) -> None:
-    missing = sorted(asked - stored)
+def _refuse_difference(asked: set[str], stored: TorchDistCheckpoint) -> None:
+    missing = sorted(asked - {*stored.tensors, *stored.objects})
     if missing:
         raise RefusedError(
-            f"{where}: {len(missing)} keys that the model needs are not stored, first {missing[0]}"
+            f"{stored.folder}: {len(missing)} keys that Megatron asks for are not stored, "
+            f"first {missing[0]}"
         )
-    extra = sorted(
-        key
-        for key in stored - asked
-        if "/shard_" not in key and not key.startswith(("optimizer.", "rng_state"))
-    )
+    extra = sorted(set(stored.tensors) - asked)
     if extra:
         raise RefusedError(
-            f"{where}: {len(extra)} stored tensors are not part of the model that the config "
-            f"describes, first {extra[0]}"
+            f"{stored.folder}: {len(extra)} stored tensors are not part of the model that the "
+            f"config describes, first {extra[0]}"
         )
 
 
@@ -323,11 +326,7 @@ def _arguments(model: McoreModel) -> dict[str, Any]:
     return {k: v for k, v in model.settings.transformer.items() if isinstance(v, plain)}
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-class _quiet(warnings.catch_warnings):
+class quiet(warnings.catch_warnings):
     """Megatron's start-up warnings and INFO lines say nothing about the checkpoint."""
 
     def __enter__(self) -> Any:
@@ -353,14 +352,14 @@ def heads(model: McoreModel, tokens: Any) -> dict[str, Any]:
     import torch
 
     module = model.module
-    row = tokens[None].to(next(module.parameters()).device)
+    row = tokens[None].to(runtime.require_session())
     size = row.shape[1]
     ahead = torch.ones(size, size, dtype=torch.bool, device=row.device).triu(1)[None, None]
     states = []
     source = module.mtp if model.depths else module.decoder
     hook = source.register_forward_hook(lambda _module, _args, output: states.append(output))
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), quiet():
             # 0.16.1 cannot run a model with MTP without labels; the loss is not used.
             module(row, torch.arange(size, device=row.device)[None], ahead, labels=row)
             chunks = torch.chunk(states[0], 1 + model.depths, 0)

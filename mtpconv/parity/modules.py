@@ -63,11 +63,16 @@ def duplicated_linear() -> type:
         def forward(self, x: Any) -> Any:
             return super().forward(x), None
 
+        def get_extra_state(self) -> None:
+            """Nothing, under the key that TELinear has for it."""
+
+        def set_extra_state(self, state: Any) -> None:
+            """Nothing to set."""
+
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), **_unused: Any
         ) -> Any:
             state = self.state_dict(prefix="", keep_vars=True)
-            state["_extra_state"] = None
             return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
 
     return DuplicatedLinear

@@ -58,11 +58,11 @@ def test_other_uses_of_topk_are_left_alone(settings: Settings) -> None:
     ours = row(9, 8, 7, 1, 1.000001, 0, 0, 0)
     theirs = row(9, 8, 7, 1.000001, 1, 0, 0, 0)
     assert settled(settings, ours, theirs, k=5)[1] == 0
-    wide = torch.cat([ours, ours], 1)  # type: ignore[list-item]
+    wide = torch.cat([ours, ours], 1)
     assert settled(settings, wide, wide)[1] == 0
 
 
 def test_rows_of_made_up_tokens_at_the_end_are_left_alone(settings: Settings) -> None:
-    ours = torch.cat([row(9, 8, 7, 1, 1.000001, 0, 0, 0)] * 2)  # type: ignore[list-item]
+    ours = torch.cat([row(9, 8, 7, 1, 1.000001, 0, 0, 0)] * 2)
     theirs = row(9, 8, 7, 1.000001, 1, 0, 0, 0)
     assert settled(settings, ours, theirs) == ([[0, 1, 2, 3], [0, 1, 2, 4]], 1)

@@ -43,7 +43,9 @@ def raw(tensor: Any) -> bytes:
     return data
 
 
-def block(hf: Bytes, config: configs.Config, layer: int, module: str) -> Iterator[tuple[str, bytes]]:
+def block(
+    hf: Bytes, config: configs.Config, layer: int, module: str
+) -> Iterator[tuple[str, bytes]]:
     """Module tensors of one transformer layer, by hand."""
     at = f"model.layers.{layer}."
     yield f"{module}input_layernorm.weight", hf[f"{at}input_layernorm.weight"]

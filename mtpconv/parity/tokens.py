@@ -1,0 +1,113 @@
+"""The tokens that both sides run: prompts of the user, or seeded random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtpconv.errors import UnreadableError, UnsupportedError, UsageError
+from mtpconv.parity.settings import Settings
+
+#: Tokens of a random row, and how far it reaches beyond a sparse attention's choice.
+LENGTH = 64
+BEYOND = 64
+
+#: Longest prompt that is read, in characters; parity is no benchmark of long contexts.
+LONGEST_LINE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Rows of token ids, each a torch tensor, and where they come from."""
+
+    rows: list[Any]
+    source: str
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row."""
+        return max(len(row) for row in self.rows)
+
+
+def choose_tokens(
+    settings: Settings,
+    hf_folder: Path,
+    prompts: Path | None = None,
+    length: int | None = None,
+    rows: int = 1,
+    seed: int = 0,
+) -> Tokens:
+    """The rows to run; random rows are longer than a sparse attention's choice by default.
+
+    Raises: UsageError if a row would be too short to compare, or longer than the model allows.
+    """
+    import torch
+
+    limit = settings.geometry.dim("max_position_embeddings")
+    least = settings.geometry.depths + 2
+    if prompts is not None:
+        found = [torch.tensor(ids) for ids in _tokenized(hf_folder, prompts)]
+        source = f"{len(found)} prompts of {prompts.name}"
+        if length is not None:
+            found = [row[:length] for row in found]
+    else:
+        keys = settings.transformer.get("dsa_indexer_topk", 0)
+        size = length or min(limit, keys + BEYOND if keys else LENGTH)
+        random = torch.Generator().manual_seed(seed)
+        vocabulary = settings.geometry.dim("vocab_size")
+        found = [torch.randint(vocabulary, (size,), generator=random) for _ in range(rows)]
+        source = f"{rows} rows of {size} random tokens, seed {seed}"
+    for number, row in enumerate(found):
+        if len(row) < least:
+            raise UsageError(
+                f"row {number} has {len(row)} tokens; {settings.geometry.depths} MTP depths need "
+                f"at least {least}"
+            )
+        if len(row) > limit:
+            raise UsageError(
+                f"row {number} has {len(row)} tokens, the model's max_position_embeddings is "
+                f"{limit}; use --length"
+            )
+    return Tokens(found, source)
+
+
+def _tokenized(hf_folder: Path, prompts: Path) -> list[list[int]]:
+    try:
+        lines = prompts.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnreadableError(f"{prompts}: cannot be read as text: {error}") from error
+    wanted = [line for line in lines if line.strip()]
+    if not wanted:
+        raise UsageError(f"{prompts}: no prompt in it; one prompt a line")
+    if any(len(line) > LONGEST_LINE for line in wanted):
+        raise UsageError(f"{prompts}: a prompt is longer than {LONGEST_LINE} characters")
+    if not any((hf_folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        raise UnsupportedError(
+            f"{hf_folder}: no tokenizer.json, so prompts cannot be tokenised; leave --prompts out "
+            "to run random tokens"
+        )
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(hf_folder, local_files_only=True)
+    ids: list[list[int]] = [tokenizer(line)["input_ids"] for line in wanted]
+    return ids
+
+
+def coverage_notes(settings: Settings, tokens: Tokens, stored_rows: int | None) -> list[str]:
+    """What a run with these tokens and this checkpoint cannot show."""
+    notes = []
+    transformer: Mapping[str, Any] = settings.transformer
+    keys = transformer.get("dsa_indexer_topk")
+    if keys and tokens.longest <= keys:
+        notes.append(
+            f"the longest row has {tokens.longest} tokens, not more than index_topk {keys}: every "
+            "key is chosen, so the indexer was not exercised"
+        )
+    if not settings.geometry.depths:
+        notes.append("the config promises no MTP depth: only the trunk was compared")
+    vocabulary = settings.geometry.dim("vocab_size")
+    if stored_rows is not None and stored_rows == vocabulary:
+        notes.append("the embedding has no padding rows: padding was not exercised")
+    return notes
