@@ -14,7 +14,7 @@ from mtpconv.convert.agreement import agreed_plan, config_without_mtp
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output, check_space, check_target
 from mtpconv.convert.verify import verify_digests
-from mtpconv.errors import RefusedError, UnreadableError
+from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
 from mtpconv.mapping.check import is_carried
 from mtpconv.mapping.layouts import Layout, layout_of, training_layout
 from mtpconv.mapping.ops import PADDING
@@ -62,6 +62,8 @@ class HfToMcore:
     carried: tuple[str, ...]
     #: Megatron's arguments for the model, for `common.pt`
     args: Mapping[str, Any]
+    #: what Megatron cannot be told about the model
+    gaps: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +99,11 @@ def plan_hf2mcore(
     if hf.config is None:
         raise UnreadableError(f"{source}: has no config.json; it says what the model is")
     table = table_for(hf.config, mapping)
+    if not table.converts:
+        raise UnsupportedError(
+            f"{source}: {table.model_type} is not converted: Megatron-Core lacks "
+            f"{table.needs or 'parts of it'}; inventory and audit work"
+        )
     plan, dropped = agreed_plan(
         hf.config, table, hf.tensors, where=str(source), drop_mtp=drop_mtp
     )
@@ -108,6 +115,8 @@ def plan_hf2mcore(
                 f"but have dtypes {' and '.join(sorted(kinds))}"
             )
     gone = set(dropped)
+    gaps: list[str] = []
+    args = megatron_args(plan.geometry, gaps=gaps)
     return HfToMcore(
         hf,
         plan,
@@ -115,7 +124,8 @@ def plan_hf2mcore(
         tuple(n for n in plan.hf if n not in gone),
         dropped,
         tuple(n for n in hf.tensors if n not in plan.hf and is_carried(table, n)),
-        megatron_args(plan.geometry),
+        args,
+        tuple(gaps),
     )
 
 
@@ -309,7 +319,9 @@ def _outcome(
     verified: bool = False,
     dry_run: bool = False,
 ) -> Outcome:
-    notes = []
+    notes = [f"Megatron cannot be told: {gap}" for gap in work.gaps]
+    if work.plan.table.needs:
+        notes.append(f"to load it, Megatron-Core needs {work.plan.table.needs}")
     if work.dropped:
         notes.append(f"{len(work.dropped)} MTP tensors dropped as asked; the config now says 0")
     if carried:
