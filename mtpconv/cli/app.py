@@ -318,3 +318,16 @@ def args(
     from mtpconv.cli.model import run_args
 
     run_args(model, format=format, mapping=mapping)
+
+
+@app.command()
+def selftest(
+    hf: Annotated[
+        Path | None, typer.Argument(help="Your checkpoint (default: a built-in small one).")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Put every kind of fault into a copy and show that the audit turns red each time."""
+    from mtpconv.cli.selftest import run
+
+    run(hf, quiet=quiet)
