@@ -16,7 +16,8 @@ from mtpconv.tensors import Box, Shape
 
 __all__ = [
     "BUILDERS", "PADDING", "Concat", "Copy", "FusedQkv", "GatedQkv", "Move", "Op", "PadRows",
-    "Part", "Qkv", "QkvGate", "ShapeError", "Site", "Slice", "Squeeze", "SwapHalves", "Transpose", "Words",
+    "Part", "Qkv", "QkvGate", "ShapeError", "Site", "Slice", "Squeeze", "SwapHalves",
+    "Transpose", "Words",
 ]  # fmt: skip
 
 

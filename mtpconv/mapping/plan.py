@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mtpconv.errors import UsageError
-from mtpconv.geometry import Config, Geometry, read_geometry
+from mtpconv.geometry import Config, Geometry, Kind, read_geometry
 from mtpconv.mapping.ops import BUILDERS, Op, PadRows, Site
 from mtpconv.mapping.table import Row, Stack, Table
 from mtpconv.tensors import ROOT, Region, Shape, TensorSpec
-
 
 #: More MTP depths than any release has; where a checkpoint is counted, counting stops here.
 MAX_DEPTHS = 16
@@ -125,12 +124,12 @@ def _expand(
 ) -> Iterator[Step]:
     uses = list(table.uses(stack))
     # Layers of one kind share their specs and ops; so do experts, save that slices number them.
-    specs: dict[tuple[str, str, bool], tuple[TensorSpec, ...]] = {}
-    ops: dict[tuple[str, str, bool, int | None], Op] = {}
+    specs: dict[tuple[str, str, Kind], tuple[TensorSpec, ...]] = {}
+    ops: dict[tuple[str, str, Kind, int | None], Op] = {}
     for values, region in instances(geometry, stack.each):
         layer = values.get("layer", 0)
         mcore, hf = stack.mcore.format(**values), stack.hf.format(**values)
-        kind = geometry.is_sliding(layer)
+        kind = geometry.kind(layer)
         for use in uses:
             if not all(geometry.fact(f, layer) is wanted for f, wanted in use.facts):
                 continue
