@@ -72,7 +72,7 @@ def _audit_pair(
         if options.read_bytes:
             notes, content = changed_regions(found, regions)
     else:
-        hints = find_hints(found, before, after) if options.read_bytes else {}
+        hints = find_hints(found, before, after, regions) if options.read_bytes else {}
         findings += difference_findings(found, before, after, regions, excused, hints)
     failures = list(failure_findings(found.failures, before, after))
     findings += [f for side, f in failures if side == "after"]

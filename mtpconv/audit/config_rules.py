@@ -49,6 +49,7 @@ _COSMETIC = frozenset((
 ))  # fmt: skip
 _QUANTISATION = ("quantization_config", "compression_config")
 _ROPE_BAGS = ("rope_parameters", "rope_scaling")
+_MAX_LEVELS = 8
 _ROPE_TOP = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
@@ -107,7 +108,7 @@ def _flatten(config: Config, prefix: str = "", depth: int = 0) -> Flat:
         if key == "dtype" and isinstance(value, str):
             value = value.removeprefix("torch.")
         path = prefix + key
-        whole = key in _QUANTISATION or not isinstance(value, dict) or depth > 8
+        whole = key in _QUANTISATION or not isinstance(value, dict) or depth > _MAX_LEVELS
         if whole or not value:
             out[path] = value
         else:
@@ -140,16 +141,25 @@ def _rope(config: Config, prefix: str = "") -> Iterator[tuple[str, tuple[str, An
     transformers 5 moved rope_theta and rope_scaling into rope_parameters and renamed `type`
     to `rope_type`; the same numbers in either form are no difference.
     """
+    inside: set[str] = set()
+    for key in _ROPE_BAGS:
+        bag = config.get(key)
+        for path, leaf in _flatten(bag).items() if isinstance(bag, dict) else ():
+            name = re.sub(r"(^|\.)type$", r"\1rope_type", path)
+            if leaf is None or (name.endswith("rope_type") and leaf == "default"):
+                continue
+            inside.add(name)
+            yield f"{prefix}{name}", (f"{prefix}{key}.{path}", leaf)
     for key, value in config.items():
-        if key in _ROPE_BAGS and isinstance(value, dict):
-            for path, leaf in _flatten(value).items():
-                name = re.sub(r"(^|\.)type$", r"\1rope_type", path)
-                if leaf is None or (name.endswith("rope_type") and leaf == "default"):
-                    continue
-                yield f"{prefix}{name}", (f"{prefix}{key}.{path}", leaf)
-        elif key in _ROPE_TOP and value is not None:
-            yield f"{prefix}{key}", (f"{prefix}{key}", value)
-        elif isinstance(value, dict) and key not in _QUANTISATION and prefix.count(".") < 6:
+        if key in _ROPE_TOP and value is not None:
+            # Beside a bag that says it too, the one outside is something else.
+            meaning = f"{key} outside" if key in inside else key
+            yield f"{prefix}{meaning}", (f"{prefix}{key}", value)
+        elif (
+            isinstance(value, dict)
+            and key not in (*_QUANTISATION, *_ROPE_BAGS)
+            and prefix.count(".") < _MAX_LEVELS
+        ):
             yield from _rope(value, f"{prefix}{key}.")
 
 

@@ -7,18 +7,20 @@ compared whole, within a budget of bytes; beyond it a hint says that only the st
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from blake3 import blake3
 
 from mtpconv.audit.compare import SideError, same_bytes, side_blocks
+from mtpconv.audit.excuses import copy_of
 from mtpconv.audit.names import layer_number, layer_prefix, split_expert, tail
 from mtpconv.audit.pair import Differences
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.values import halves_swapped, rounded_through, shifted_by_one
 from mtpconv.ranges import compress
 from mtpconv.store.content import Files
+from mtpconv.tensors import Region
 
 #: Units: bytes. What is read of a tensor to find out which others it may equal.
 _START = 4096
@@ -77,13 +79,16 @@ def _start(subject: Subject, name: str, files: Files) -> bytes:
     return b""
 
 
-def find_hints(found: Differences, before: Subject, after: Subject) -> dict[str, str]:
+def find_hints(
+    found: Differences, before: Subject, after: Subject, regions: Mapping[str, Region]
+) -> dict[str, str]:
     """A hint for each difference that has an explanation."""
     if before.has_bytes != after.has_bytes:
         return {}
     try:
         hints = _moved(found, before, after)
         if before.has_bytes and after.has_bytes:
+            hints.update(_collapsed(found, after, regions, hints))
             _values(found, before, after, hints)
     except SideError:
         return {}
@@ -221,6 +226,18 @@ def _from_other_layer(
     )
     text = f"shifted: {here} hold the bytes of {there} in the reference"
     return {name: text for names in whole.values() for name in names}
+
+
+def _collapsed(
+    found: Differences, after: Subject, regions: Mapping[str, Region], known: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """MTP embeddings and heads of their own that became copies of the trunk's."""
+    with Files() as left, Files() as right:
+        for name in found.changed:
+            root = None if name in known else copy_of(after, name, regions)
+            fits = root is not None and after.tensors[root] == after.tensors[name]
+            if root and fits and same_bytes(after, root, after, name, left, right):
+                yield name, f"now identical to {root}"
 
 
 def _values(found: Differences, before: Subject, after: Subject, hints: dict[str, str]) -> None:

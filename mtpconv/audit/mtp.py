@@ -115,6 +115,8 @@ def _orphans(
         field = promise.fields[0][0] if promise.fields else "an MTP count field"
         said = "has no" if not promise.fields else f"promises only {promise.depths} in"
         prefix = mtp_prefix(names[0])
+        if subject.config_source == ARGS and prefix == "mtp.":
+            prefix = f"mtp.layers.{depth}."  # sharded keys always number the depth
         yield finding(
             "mtp_orphan", severity,
             f"{len(names)} tensors of {prefix} (MTP depth {depth}) but {subject.config_source}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,11 +142,23 @@ def view_subject(view: HfView, expected: Expected | None = None) -> Subject:
         for key in view.unmapped
         if not key.endswith("_extra_state")
     ]
+    problems = [*_under_hf_names(view), *unknown]
     return Subject(
-        str(view.path), "torch_dist", view, (*view.problems, *unknown),
-        _args(view.checkpoint), ARGS, expected=expected, regions=view.plan.regions,
-        dialect=view.layout.name,
+        str(view.path), "torch_dist", view, problems, _args(view.checkpoint), ARGS,
+        expected=expected, regions=view.plan.regions, dialect=view.layout.name,
     )  # fmt: skip
+
+
+def _under_hf_names(view: HfView) -> Iterator[Problem]:
+    """The view's problems, with the HF names of the tensors that a lost file held parts of."""
+    names: dict[str, list[str]] = {}
+    if any(p.tensors for p in view.problems):
+        for step in view.plan.steps:
+            key = view.layout.address(step.key, view.plan.geometry).key
+            names.setdefault(key, []).extend(step.hf)
+    for problem in view.problems:
+        found = {hf for key in problem.tensors for hf in names.get(key, (key,))}
+        yield replace(problem, tensors=tuple(sorted(found)))
 
 
 def torch_dist_subject(checkpoint: TorchDistCheckpoint) -> Subject:

@@ -121,9 +121,9 @@ def errors(report: Report) -> list[Finding]:
     return [f for f in report.findings if f.severity == "error"]
 
 
-def said(report: Report) -> list[tuple[str, str | None]]:
+def said(report: Report) -> list[tuple[str, str]]:
     """Kind and subject of each error."""
-    return sorted((f.kind, f.tensor or f.field or f.prefix or f.file) for f in errors(report))
+    return sorted((f.kind, f.tensor or f.field or f.prefix or f.file or "") for f in errors(report))
 
 
 def shown(report: Report) -> str:
