@@ -1,0 +1,199 @@
+"""The command line as a user meets it: exit codes, one clear line, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mtpconv.cli import main
+from tests.convert.folders import make_hf, tensors_of, write_hf
+from tests.mapping.toy import config
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    def call(*words: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["mtpconv", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        code = stop.value.code
+        return Said(code if isinstance(code, int) else 0 if code is None else 1, said.out, said.err)
+
+    return call
+
+
+def one_line(said: Said) -> str:
+    lines = [line for line in said.err.splitlines() if line.startswith("mtpconv: ")]
+    assert len(lines) == 1, said.err
+    assert "Traceback" not in said.err
+    return lines[0]
+
+
+def test_convert_audit_and_plan(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    hf = make_hf(tmp_path / "hf", config())
+    assert run("hf2mcore", hf, tmp_path / "mcore", "--quiet") == (0, "", "")
+    said = run("mcore2hf", tmp_path / "mcore", tmp_path / "back")
+    assert said.code == 0
+    assert "every tensor read back and equal" in said.out
+    said = run("audit", hf, tmp_path / "back", "--format", "json", "--quiet")
+    report = json.loads(said.out)
+    assert said.code == 0
+    assert (report["verdict"], report["tier"], report["mtp"]["status"]) == (
+        "pass", "L2", "preserved",
+    )  # fmt: skip
+    assert run("audit", hf, tmp_path / "mcore", "-q").code == 0
+    said = run("plan", hf)
+    assert "mtp depth 0" in said.out
+    rows = run("plan", hf, "--rows").out.splitlines()
+    assert len(rows) == len(tensors_of(hf))
+
+
+def test_audit_exit_codes(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    hf = make_hf(tmp_path / "hf", config())
+    tensors = tensors_of(hf)
+    lost = write_hf(
+        tmp_path / "lost", {n: t for n, t in tensors.items() if ".layers.3." not in n}, config()
+    )
+    said = run("audit", hf, lost)
+    assert said.code == 1
+    assert "MTP       dropped" in said.out
+    assert run("audit", lost, "-q").code == 1  # alone: its own config promises MTP
+    manifest = tmp_path / "m.json"
+    assert run("inventory", hf, "-o", manifest, "-q").code == 0
+    assert run("audit", manifest, hf, "-q").code == 0
+    assert run("audit", manifest, hf, "-q", "--require", "L2").code == 3
+    assert run("audit", hf, hf, "-q", "--headers-only", "--require", "L2").code == 3
+    said = run("audit", tmp_path / "nowhere", hf)
+    assert said.code == 3
+    assert "nowhere" in one_line(said)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert run("audit", empty, empty).code == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["audit", "HF", "HF", "--allow", "everything"], "everything"),
+        (["audit", "HF", "HF", "--require", "L9"], "L9"),
+        (["audit", "HF", "HF", "--format", "pdf"], "pdf"),
+        (["audit", "HF", "HF", "--report", "html"], "html"),
+        (["audit", "HF", "HF", "--sample", "2/1"], "2/1"),
+        (["audit", "HF", "HF", "--attest", "x.json"], "--manifest"),
+        (["hf2mcore", "HF", "NEW", "--layout", "sideways"], "sideways"),
+        (["check", "no_such_model"], "no_such_model"),
+        (["check", "glm_moe_dsa", "--inventory", "x.json"], "--config"),
+        (["args", "HF", "--format", "xml"], "xml"),
+    ],
+)
+def test_usage_errors_are_2_and_name_the_word(  # type: ignore[no-untyped-def]
+    run, tmp_path: Path, words: list[str], named: str
+) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    places = {"HF": str(hf), "NEW": str(tmp_path / "new")}
+    said = run(*(places.get(w, w) for w in words))
+    assert said.code == 2
+    assert named in one_line(said)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_unknown_option_is_usage(run) -> None:  # type: ignore[no-untyped-def]
+    assert run("hf2mcore", "--surprise").code == 2
+
+
+def test_refused_conversions_are_1_and_broken_files_3(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    hf = make_hf(tmp_path / "hf", config(), shards=1)
+    lies = write_hf(tmp_path / "lies", tensors_of(hf), config(num_nextn_predict_layers=0))
+    said = run("hf2mcore", lies, tmp_path / "m")
+    assert said.code == 1
+    assert "--drop-mtp" in one_line(said)
+    os.truncate(hf / "model.safetensors", 1000)
+    said = run("hf2mcore", hf, tmp_path / "m")
+    assert said.code == 3
+    assert "model.safetensors" in one_line(said)
+    assert not (tmp_path / "m").exists()
+
+
+def test_check_prints_faults_with_file_and_line(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    table = tmp_path / "toy.toml"
+    table.write_text(
+        'format = 1\nmodel_type = "toy"\nstacks = [{ each = "once", mcore = "", hf = "", '
+        'use = ["root"] }]\n[blocks.root]\n"a.weight" = "b.weight"\n'
+    )
+    said = run("check", table)
+    assert said.code == 1
+    assert "toy.toml:5: M15" in said.out
+
+
+def test_a_bug_is_70_and_asks_for_a_report(  # type: ignore[no-untyped-def]
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mtpconv.cli.convert as module
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(module, "hf2mcore", broken)
+    said = run("hf2mcore", tmp_path, tmp_path / "m")
+    assert said.code == 70
+    assert "please report it" in one_line(said)
+
+
+def test_interrupt_is_130_and_leaves_nothing(  # type: ignore[no-untyped-def]
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtpconv.store.torch_dist_writer import TorchDistWriter
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hf = make_hf(tmp_path / "hf", config())
+    monkeypatch.setattr(TorchDistWriter, "close", stop)
+    said = run("hf2mcore", hf, tmp_path / "m")
+    assert said.code == 130
+    assert "interrupted" in one_line(said)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["plan", "check", "inventory", "audit", "hf2mcore", "mcore2hf", "roundtrip", "synth",
+     "selftest", "parity", "args"],
+)  # fmt: skip
+def test_every_command_explains_itself(run, command: str) -> None:  # type: ignore[no-untyped-def]
+    said = run(command, "--help")
+    assert said.code == 0
+    assert "Usage:" in said.out
+
+
+def test_light_commands_import_nothing_heavy(tmp_path: Path) -> None:
+    """The base install must do: no torch, transformers or megatron in any of these."""
+    hf = make_hf(tmp_path / "hf", config())
+    script = (
+        "import sys\n"
+        "from mtpconv.cli.app import app\n"
+        f"for words in (['plan', {str(hf)!r}], ['check', 'glm_moe_dsa'],\n"
+        f"  ['inventory', {str(hf)!r}, '-q', '-o', {str(tmp_path / 'm.json')!r}],\n"
+        f"  ['hf2mcore', {str(hf)!r}, {str(tmp_path / 'mcore')!r}, '-q'],\n"
+        f"  ['mcore2hf', {str(tmp_path / 'mcore')!r}, {str(tmp_path / 'back')!r}, '-q'],\n"
+        f"  ['audit', {str(hf)!r}, {str(tmp_path / 'mcore')!r}, '-q'], ['selftest', '-q'],\n"
+        f"  ['args', {str(hf)!r}]):\n"
+        "    assert app(words, standalone_mode=False) in (0, None), words\n"
+        "heavy = {'torch', 'transformers', 'megatron'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
