@@ -122,7 +122,8 @@ class _Chart:
         """Words under places."""
         y = HEIGHT - BOTTOM + 14
         return "".join(
-            f"<text transform='translate({self._x(place):.1f},{y}) rotate(45)'>{escape(word)}</text>"
+            f"<text transform='translate({self._x(place):.1f},{y}) rotate(45)'>"
+            f"{escape(word)}</text>"
             for place, word in ticks
         )
 

@@ -38,8 +38,9 @@ def _lines(report: ParityReport) -> Iterator[str]:
         memory = report.memory
         yield (
             f"  held at once: {_mib(memory.reference_peak)} of the reference, "
-            f"{_mib(memory.megatron_peak)} of Megatron (largest units {_mib(memory.reference_largest)}"
-            f", {_mib(memory.megatron_largest)}); process peak {_mib(memory.process_peak)}"
+            f"{_mib(memory.megatron_peak)} of Megatron (largest units "
+            f"{_mib(memory.reference_largest)}, {_mib(memory.megatron_largest)}); "
+            f"process peak {_mib(memory.process_peak)}"
         )
     for note in report.notes:
         yield f"  note: {note}"

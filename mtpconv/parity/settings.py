@@ -248,6 +248,11 @@ def _dsa(s: Settings) -> None:
     s.notes.append("the indexer's scores pass a ReLU on both sides")
 
 
+def _split_indexer_rope(s: Settings) -> None:
+    # DeepSeek-V3.2's indexer rotates halves, its attention pairs; GLM-5 pairs in both.
+    s.transformer["dsa_indexer_rope_interleaved"] = False
+
+
 def _check_index_sharing(g: Geometry) -> None:
     """Megatron knows index sharing only as a frequency and an offset."""
     if not any(name in g.text for name in ("indexer_types", "index_topk_pattern")):
@@ -334,6 +339,7 @@ def _mixtral_sizes(s: Settings) -> None:
 
 FAMILIES: Mapping[str, tuple[Part, ...]] = {
     "deepseek_v3": (_mla, _moe, _sigmoid_router),
+    "deepseek_v32": (_mla, _dsa, _split_indexer_rope, _moe, _sigmoid_router),
     "glm_moe_dsa": (_mla, _dsa, _moe, _sigmoid_router),
     "glm4_moe": (_gqa, _half_rotary, _moe, _sigmoid_router),
     "glm4_moe_lite": (_mla, _moe, _sigmoid_router),

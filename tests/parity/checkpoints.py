@@ -11,13 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mtpconv.geometry import read_geometry
-from mtpconv.parity import hf, mcore
+from mtpconv.parity import hf, mcore, runtime
 from mtpconv.parity.correspond import all_expected
 from mtpconv.parity.hf_weights import HfWeights
 from mtpconv.parity.modules import mtp_attribute
+from tests.parity import configs
 
 Tensors = dict[str, Any]
+
+
+def need_megatron_for(config: dict[str, Any]) -> None:
+    """Skip where megatron-core cannot build the family."""
+    if config["model_type"] in configs.SPARSE and runtime.megatron_version() < (0, 19):
+        pytest.skip("sparse attention needs megatron-core 0.19 or newer")
 
 
 def write_hf(config: dict[str, Any], folder: Path, seed: int = 0, dtype: str = "float32") -> Path:

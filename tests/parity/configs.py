@@ -82,6 +82,24 @@ GLM_MOE_DSA_SHARING: Config = GLM_MOE_DSA | {
     "index_skip_topk_offset": 2,
 }
 
+GLM4_MOE_LITE: Config = (
+    _MOE
+    | _MLA
+    | {
+        "model_type": "glm4_moe_lite",
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "rope_theta": 10000,
+        "rms_norm_eps": 1e-5,
+    }
+)
+DEEPSEEK_V32: Config = DEEPSEEK_V3 | {
+    "model_type": "deepseek_v32",
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_topk": 8,
+    "index_head_dim": 16,
+    "index_n_heads": 4,
+}
+
 GLM4_MOE: Config = _MOE | {
     "model_type": "glm4_moe",
     "architectures": ["Glm4MoeForCausalLM"],
@@ -140,7 +158,9 @@ WITH_MTP: dict[str, Config] = {
     "deepseek_v3, layers alike": DEEPSEEK_V3_ALIKE,
     "deepseek_v3, two depths": DEEPSEEK_V3_TWO_DEPTHS,
     "deepseek_v3, yarn": DEEPSEEK_V3_YARN,
+    "deepseek_v32": DEEPSEEK_V32,
     "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
     "glm_moe_dsa": GLM_MOE_DSA,
     "glm_moe_dsa, index sharing": GLM_MOE_DSA_SHARING,
 }
@@ -151,3 +171,6 @@ WITHOUT_MTP: dict[str, Config] = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
 }
+
+#: Families with sparse attention, which megatron-core has from 0.19 on.
+SPARSE = frozenset({"deepseek_v32", "glm_moe_dsa"})

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from mtpconv.parity import runtime
 from mtpconv.parity.report import ParityOptions, ParityReport
 from mtpconv.parity.run import run_parity
 from tests.parity import checkpoints, configs
@@ -204,8 +203,7 @@ def parity(
     change: Callable[[Tensors], None] | None = None,
     options: ParityOptions | None = None,
 ) -> ParityReport:
-    if config["model_type"] == "glm_moe_dsa" and runtime.megatron_version() < (0, 19):
-        pytest.skip("sparse attention needs megatron-core 0.19 or newer")
+    checkpoints.need_megatron_for(config)
     checkpoints.write_hf(config, tmp_path / "hf")
     checkpoints.write_mcore(config, tmp_path / "hf", tmp_path / "mcore", change)
     return run_parity(tmp_path / "hf", tmp_path / "mcore", options)

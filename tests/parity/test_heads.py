@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpconv.parity import hf, mcore, runtime
+from mtpconv.parity import hf, mcore
 from tests.parity import checkpoints, configs
 
 pytestmark = pytest.mark.megatron
@@ -21,8 +21,7 @@ def test_both_sides_give_the_same_logits(megatron_cpu: None, tmp_path: Path, nam
     from mtpconv.parity import choices
 
     config = ALL[name]
-    if config["model_type"] == "glm_moe_dsa" and runtime.megatron_version() < (0, 19):
-        pytest.skip("sparse attention needs megatron-core 0.19 or newer")
+    checkpoints.need_megatron_for(config)
     checkpoints.write_hf(config, tmp_path / "hf")
     checkpoints.write_mcore(config, tmp_path / "hf", tmp_path / "mcore")
     reference = hf.load_hf(tmp_path / "hf")

@@ -7,17 +7,11 @@ import pytest
 from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
 from mtpconv.parity import mcore, runtime
 from mtpconv.store.torch_dist import open_torch_dist
-from tests.parity import configs
+from tests.parity import checkpoints, configs
 
 pytestmark = pytest.mark.megatron
 
 ALL = configs.WITH_MTP | configs.WITHOUT_MTP
-
-
-def buildable(config: configs.Config) -> configs.Config:
-    if config["model_type"] == "glm_moe_dsa" and runtime.megatron_version() < (0, 19):
-        pytest.skip("sparse attention needs megatron-core 0.19 or newer")
-    return config
 
 
 @pytest.mark.parametrize("dialect", mcore.DIALECTS)
@@ -27,7 +21,8 @@ def test_what_megatron_saves_it_loads(
 ) -> None:
     import torch
 
-    config = buildable(dict(ALL[name]))
+    config = ALL[name]
+    checkpoints.need_megatron_for(config)
     before = mcore.build(config, seed=1)
     mcore.save(before, tmp_path, dialect=dialect)
     after = mcore.build(config, seed=2)

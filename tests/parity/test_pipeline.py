@@ -1,0 +1,59 @@
+"""The whole way: converted by mtpconv, run by Megatron, compared with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtpconv.convert import hf2mcore, mcore2hf
+from mtpconv.parity.run import run_parity
+from tests.parity import checkpoints, configs
+
+pytestmark = pytest.mark.megatron
+
+MODELS = configs.WITH_MTP | configs.WITHOUT_MTP
+TABLES = Path(__file__).parents[2] / "mappings"
+
+
+@pytest.mark.parametrize("layout", ["training", "local"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_mtpconv_converts_means_the_same(
+    megatron_cpu: None, tmp_path: Path, name: str, layout: str
+) -> None:
+    config = MODELS[name]
+    checkpoints.need_megatron_for(config)
+    checkpoints.write_hf(config, tmp_path / "hf", dtype="bfloat16")
+    hf2mcore(tmp_path / "hf", tmp_path / "mcore", layout=layout)
+    report = run_parity(tmp_path / "hf", tmp_path / "mcore")
+    assert report.verdict == "pass", report.fault
+    assert len(report.heads) == 1 + config.get("num_nextn_predict_layers", 0)
+
+
+def test_a_wrong_table_round_trips_byte_for_byte_and_is_caught_here(
+    megatron_cpu: None, tmp_path: Path
+) -> None:
+    glue = (TABLES / "blocks" / "decoder.toml").read_text()
+    right = """[blocks.mtp_glue]
+"enorm.weight"           = "enorm.weight"
+"hnorm.weight"           = "hnorm.weight"
+"""
+    assert right in glue
+    wrong = '[blocks.mtp_glue]\n"enorm.weight" = "hnorm.weight"\n"hnorm.weight" = "enorm.weight"\n'
+    (tmp_path / "blocks").mkdir()
+    for block in (TABLES / "blocks").iterdir():
+        (tmp_path / "blocks" / block.name).write_text(block.read_text())
+    (tmp_path / "blocks" / "decoder.toml").write_text(glue.replace(right, wrong))
+    table = tmp_path / "deepseek_v3.toml"
+    table.write_text((TABLES / "deepseek_v3.toml").read_text())
+
+    source = checkpoints.write_hf(configs.DEEPSEEK_V3, tmp_path / "hf", dtype="bfloat16")
+    hf2mcore(source, tmp_path / "mcore", mapping=table)
+    mcore2hf(tmp_path / "mcore", tmp_path / "back", mapping=table)
+    before, after = source / "model.safetensors", tmp_path / "back" / "model.safetensors"
+    assert before.read_bytes() == after.read_bytes()
+
+    report = run_parity(source, tmp_path / "mcore")
+    assert [head.passed for head in report.heads] == [True, False]
+    assert report.fault is not None
+    assert report.fault.message == "depth 0, after enorm: enorm and hnorm are swapped"
