@@ -368,9 +368,7 @@ def _double_key(copy: Copy) -> None:
     copy.then.append(edit)
 
 
-def _fault(
-    name: str, kinds: str, damage: Callable[[Copy], None], side: str = "hf"
-) -> Fault:
+def _fault(name: str, kinds: str, damage: Callable[[Copy], None], side: str = "hf") -> Fault:
     return Fault(name, frozenset(kinds.split()), damage, side)
 
 

@@ -61,9 +61,7 @@ def synth(
     Raises: FileExistsError if the folder has shards already.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    specs = {
-        n: TensorSpec((dtypes or {}).get(n, s.dtype), s.shape) for n, s in plan.hf.items()
-    }
+    specs = {n: TensorSpec((dtypes or {}).get(n, s.dtype), s.shape) for n, s in plan.hf.items()}
     originals = {c.hf: c.of for c in plan.copies}
     headers = _headers(folder, specs, shards)
     for name, header in headers.items():
@@ -104,7 +102,7 @@ def _finite(raw: bytes, dtype: str, *, norm: bool) -> NDArray[Any]:
     pick = (words >> kind(mantissa)) & kind(7)
     sign = words & kind(1 << (bits - 1))
     exponent = (kind(bias) - (pick & kind(1))) if norm else (kind(bias - 9) + pick)
-    signed = random | (exponent << kind(mantissa))
+    signed: NDArray[Any] = random | (exponent << kind(mantissa))
     return signed if norm else signed | sign
 
 
@@ -126,6 +124,5 @@ def _headers(
         else:
             yield from (f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1))
 
-    return {
-        n: make_header(folder / n, g, {"format": "pt"}) for n, g in zip(named(), groups, strict=True)
-    }
+    metadata = {"format": "pt"}
+    return {n: make_header(folder / n, g, metadata) for n, g in zip(named(), groups, strict=True)}

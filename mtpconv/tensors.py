@@ -66,7 +66,7 @@ class Box:
             min(a + n, b + m)
             for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
-        sizes = tuple(h - l for l, h in zip(low, high, strict=True))
+        sizes = tuple(b - a for a, b in zip(low, high, strict=True))
         if any(n <= 0 for n in sizes):
             return None
         return Box(low, sizes)

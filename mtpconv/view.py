@@ -87,7 +87,7 @@ class HfView:
                 rows = step.shape[0] - first
                 box = Box((first, *(0 for _ in spec.shape[1:])), (rows, *spec.shape[1:]))
                 whole = Box.whole((rows, *spec.shape[1:]))
-                parts = self._move_pieces(Move(0, whole, box), address)
+                parts = list(self._move_pieces(Move(0, whole, box), address))
                 padding = TensorSpec(spec.dtype, whole.sizes)
                 if any(np.frombuffer(b, "u1").any() for b in blocks_of(padding, parts, files)):
                     yield step.hf[0], rows

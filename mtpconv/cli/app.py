@@ -209,8 +209,11 @@ def audit(
     after: Annotated[
         Path | None, typer.Argument(help="What is to be trusted: folder or saved manifest.")
     ] = None,
-    format: Annotated[
-        str, typer.Option(help="On standard output: text, json, markdown, junit, sarif, html.")
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format", help="On standard output: text, json, markdown, junit, sarif, html."
+        ),
     ] = "text",
     report: Annotated[
         list[str] | None, typer.Option(help="Also write FORMAT=FILE; may be given several times.")
@@ -263,7 +266,7 @@ def audit(
     run_audit(
         before if after is not None else None,
         after if after is not None else before,
-        base=base, mapping=mapping, report=report or (), format=format, attestation=attest,
+        base=base, mapping=mapping, report=report or (), form=form, attestation=attest,
         manifest=manifest, verbose=verbose, quiet=quiet, allow=allow or (), expect=expect,
         headers_only=headers_only, sample=sample, require=require, profile=profile,
         waivers=waivers, jobs=jobs,
@@ -292,11 +295,13 @@ def parity(
     stream: Annotated[
         bool, typer.Option("--stream", help="Hold one layer of each side at a time.")
     ] = False,
-    format: Annotated[str, typer.Option(help="On standard output: text or json.")] = "text",
+    form: Annotated[
+        str, typer.Option("--format", help="On standard output: text or json.")
+    ] = "text",
     html: Annotated[Path | None, typer.Option(help="Also write a page with curves.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run the same tokens through transformers and Megatron-Core; compare trunk and every MTP depth.
+    """Run the same tokens through transformers and Megatron; compare trunk and every MTP depth.
 
     Needs the extra: pip install 'mtpconv[parity]'.
     """
@@ -304,20 +309,20 @@ def parity(
 
     run_parity(
         hf, mcore, device=device, dtype=dtype, prompts=prompts, length=length, seed=seed,
-        max_abs=max_abs, mean_abs=mean_abs, stream=stream, format=format, html=html, quiet=quiet,
+        max_abs=max_abs, mean_abs=mean_abs, stream=stream, form=form, html=html, quiet=quiet,
     )  # fmt: skip
 
 
 @app.command()
 def args(
     model: Annotated[Path, typer.Argument(help="config.json, or a checkpoint folder.")],
-    format: Annotated[str, typer.Option(help="flags, yaml or namespace.")] = "flags",
+    form: Annotated[str, typer.Option("--format", help="flags, yaml or namespace.")] = "flags",
     mapping: Mapping = None,
 ) -> None:
     """Print the Megatron-LM arguments for a model, --mtp-num-layers included."""
     from mtpconv.cli.model import run_args
 
-    run_args(model, format=format, mapping=mapping)
+    run_args(model, form=form, mapping=mapping)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ def run_audit(
     base: Path | None = None,
     mapping: Path | None = None,
     report: Sequence[str] = (),
-    format: str = "text",
+    form: str = "text",
     attestation: Path | None = None,
     manifest: Path | None = None,
     verbose: bool = False,
@@ -42,8 +42,8 @@ def run_audit(
 ) -> None:
     """Audit, report in every way asked for, and exit with what was found."""
     targets = parse_targets(report)  # a typo here must not cost an hour of reading
-    if format not in FORMATS:
-        raise UsageError(f"--format {format}: must be one of {', '.join(FORMATS)}")
+    if form not in FORMATS:
+        raise UsageError(f"--format {form}: must be one of {', '.join(FORMATS)}")
     if attestation is not None and manifest is None:
         raise UsageError("--attest needs --manifest: the statement names the manifest it is about")
     chosen = make_options(**options)
@@ -56,7 +56,7 @@ def run_audit(
             attestation,
             attest.render(done, manifest=manifest.read_bytes(), name=manifest.name),
         )
-    _show(done, format, verbose=verbose, quiet=quiet)
+    _show(done, form, verbose=verbose, quiet=quiet)
     raise typer.Exit(EXIT[done.verdict])
 
 
@@ -68,9 +68,7 @@ def run_with_progress(sides: Sides, options: Options, progress: Progress) -> Rep
         # Without a reference only MTP is read: its values say whether it was trained.
         names = [n for n in tensors if sides.before is not None or regions[n].kind == "mtp"]
         progress.begin("audit", sum(tensors[n].nbytes for n in names))
-    return audit(
-        sides.before, sides.after, options, base=sides.base, progress=progress.advance
-    )
+    return audit(sides.before, sides.after, options, base=sides.base, progress=progress.advance)
 
 
 def make_options(
@@ -99,7 +97,7 @@ def make_options(
         require=cast(Tier, require or "none"),
         profile=cast("Profile | None", profile),
         waivers=read_waivers(waivers) if waivers is not None else (),
-        today=datetime.now(tz=timezone.utc).date() if waivers is not None else None,
+        today=datetime.now(tz=UTC).date() if waivers is not None else None,
         workers=jobs,
     )
 
@@ -128,8 +126,8 @@ def run_inventory(checkpoint: Path, *, output: Path | None, files: bool, quiet: 
         typer.echo(f"inventory: {len(taken.tensors):,} tensors, root {taken.root} to {output}")
 
 
-def _show(done: Report, format: str, *, verbose: bool, quiet: bool) -> None:
-    if format == "text":
+def _show(done: Report, form: str, *, verbose: bool, quiet: bool) -> None:
+    if form == "text":
         if not quiet:
             terminal = sys.stdout.isatty()
             size = os.get_terminal_size() if terminal else None
@@ -142,8 +140,8 @@ def _show(done: Report, format: str, *, verbose: bool, quiet: bool) -> None:
                 )
             )
     else:
-        sys.stdout.write(FORMATS[format](done))
+        sys.stdout.write(FORMATS[form](done))
     if github.active(os.environ):
-        if format != "github":
+        if form != "github":
             sys.stderr.write(github.render(done))
         github.write_summary(done)

@@ -43,9 +43,7 @@ def run_roundtrip(
             raise typer.Exit(EXIT[report.verdict])
         names = sorted(str(p.relative_to(back)) for p in back.rglob("*") if p.is_file())
         differ = [n for n in names if _sha256(src / n) != _sha256(back / n)]
-        lost = [
-            p.name for p in src.glob("*.safetensors") if not (back / p.name).is_file()
-        ]
+        lost = [p.name for p in src.glob("*.safetensors") if not (back / p.name).is_file()]
         if differ or lost:
             raise RefusedError(
                 f"{src}: {len(differ)} files differ after the round trip and {len(lost)} are "
@@ -76,9 +74,8 @@ def _say(done: Outcome, quiet: bool) -> None:
         state = "every tensor read back and equal" if done.verified else "no (--no-verify)"
         typer.echo(f"  verified  {state}")
         if done.unchanged is not None:
-            typer.echo(
-                f"  weights   {done.unchanged:,} of {done.tensors:,} tensors unchanged since hf2mcore"
-            )
+            same = f"{done.unchanged:,} of {done.tensors:,} tensors"
+            typer.echo(f"  weights   {same} unchanged since hf2mcore")
     for note in done.notes:
         typer.echo(f"  note      {note}")
 

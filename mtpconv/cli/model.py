@@ -15,7 +15,7 @@ def run_parity(
     hf: Path,
     mcore: Path,
     *,
-    format: str,
+    form: str,
     html: Path | None,
     quiet: bool,
     **options: Any,
@@ -27,21 +27,21 @@ def run_parity(
     from mtpconv.parity.run import run_parity as compare
     from mtpconv.report import write_file
 
-    if format not in ("text", "json"):
-        raise UsageError(f"--format {format}: must be text or json")
+    if form not in ("text", "json"):
+        raise UsageError(f"--format {form}: must be text or json")
     if html is not None and not html.parent.is_dir():
         raise UsageError(f"--html {html}: {html.parent} is no folder")
     done = compare(hf, mcore, ParityOptions(**options))
     if html is not None:
         write_file(html, render_html(done))
-    if format == "json":
+    if form == "json":
         typer.echo(render_json(done))
     elif not quiet:
         typer.echo(render_text(done))
     raise typer.Exit(done.exit_code)
 
 
-def run_args(model: Path, *, format: str, mapping: Path | None) -> None:
+def run_args(model: Path, *, form: str, mapping: Path | None) -> None:
     """Print Megatron's arguments for a model."""
     import shlex
 
@@ -51,7 +51,7 @@ def run_args(model: Path, *, format: str, mapping: Path | None) -> None:
     args = megatron_args(load_plan(model, mapping).geometry, gaps=gaps)
     for gap in gaps:
         typer.echo(f"mtpconv: Megatron cannot be told: {gap}", err=True)
-    if format == "flags":
+    if form == "flags":
         words = shell_flags(args)
         lines: list[str] = []
         for word in words:
@@ -60,10 +60,10 @@ def run_args(model: Path, *, format: str, mapping: Path | None) -> None:
             else:
                 lines[-1] += f" {shlex.quote(word)}"
         typer.echo(" \\\n".join(lines))
-    elif format == "yaml":
+    elif form == "yaml":
         typer.echo(yaml_text(args), nl=False)
-    elif format == "namespace":
+    elif form == "namespace":
         for name, value in sorted(args.items()):
             typer.echo(f"args.{name} = {value!r}")
     else:
-        raise UsageError(f"--format {format}: must be flags, yaml or namespace")
+        raise UsageError(f"--format {form}: must be flags, yaml or namespace")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def run_plan(model: Path, *, rows: bool, mapping: Path | None) -> None:
         typer.echo(f"{label:<14}{tensors:>10,}{elements:>20,}{nbytes:>24,}")
     if not geometry.depths:
         field = geometry.mtp_field
-        typer.echo(f"MTP: none ({field} is {geometry.text[field]})" if field else "MTP: none promised")
+        why = f"{field} is {geometry.text[field]}" if field else "no field promises it"
+        typer.echo(f"MTP: none ({why})")
 
 
 def run_check(table: Path, *, config: Path | None, inventory: Path | None) -> None:
@@ -101,7 +102,7 @@ def run_synth(
 
 def load_plan(model: Path, mapping: Path | None) -> Plan:
     """The plan of a config.json or of a checkpoint folder (copies as its headers show)."""
-    present = None
+    present: Collection[str] | None = None
     if model.is_dir() and not (model / "config.json").is_file():
         from mtpconv.store.source import find_source
 

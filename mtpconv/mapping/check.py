@@ -202,7 +202,7 @@ def _layouts(plan: Plan) -> Iterator[Layout]:
 
 
 def _placeholders(table: Table, stack: Stack) -> Iterator[Fault]:
-    given = EACH[stack.each] if stack.each in EACH else frozenset()
+    given = EACH.get(stack.each, frozenset())
     for text in (stack.mcore, stack.hf):
         for found in set(_PLACEHOLDER.findall(text)) - given:
             yield Fault("M04", stack.where, f"{{{found}}} has no value in {stack.each!r}")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +23,11 @@ class Said(NamedTuple):
     err: str
 
 
+Run = Callable[..., Said]
+
+
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     def call(*words: object) -> Said:
         monkeypatch.setattr(sys, "argv", ["mtpconv", *map(str, words)])
         with pytest.raises(SystemExit) as stop:
@@ -42,7 +46,7 @@ def one_line(said: Said) -> str:
     return lines[0]
 
 
-def test_convert_audit_and_plan(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_convert_audit_and_plan(run: Run, tmp_path: Path) -> None:
     hf = make_hf(tmp_path / "hf", config())
     assert run("hf2mcore", hf, tmp_path / "mcore", "--quiet") == (0, "", "")
     said = run("mcore2hf", tmp_path / "mcore", tmp_path / "back")
@@ -61,7 +65,7 @@ def test_convert_audit_and_plan(run, tmp_path: Path) -> None:  # type: ignore[no
     assert len(rows) == len(tensors_of(hf))
 
 
-def test_audit_exit_codes(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_audit_exit_codes(run: Run, tmp_path: Path) -> None:
     hf = make_hf(tmp_path / "hf", config())
     tensors = tensors_of(hf)
     lost = write_hf(
@@ -99,8 +103,8 @@ def test_audit_exit_codes(run, tmp_path: Path) -> None:  # type: ignore[no-untyp
         (["args", "HF", "--format", "xml"], "xml"),
     ],
 )
-def test_usage_errors_are_2_and_name_the_word(  # type: ignore[no-untyped-def]
-    run, tmp_path: Path, words: list[str], named: str
+def test_usage_errors_are_2_and_name_the_word(
+    run: Run, tmp_path: Path, words: list[str], named: str
 ) -> None:
     hf = make_hf(tmp_path / "hf", config())
     places = {"HF": str(hf), "NEW": str(tmp_path / "new")}
@@ -110,11 +114,11 @@ def test_usage_errors_are_2_and_name_the_word(  # type: ignore[no-untyped-def]
     assert not (tmp_path / "new").exists()
 
 
-def test_an_unknown_option_is_usage(run) -> None:  # type: ignore[no-untyped-def]
+def test_an_unknown_option_is_usage(run: Run) -> None:
     assert run("hf2mcore", "--surprise").code == 2
 
 
-def test_refused_conversions_are_1_and_broken_files_3(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_refused_conversions_are_1_and_broken_files_3(run: Run, tmp_path: Path) -> None:
     hf = make_hf(tmp_path / "hf", config(), shards=1)
     lies = write_hf(tmp_path / "lies", tensors_of(hf), config(num_nextn_predict_layers=0))
     said = run("hf2mcore", lies, tmp_path / "m")
@@ -127,7 +131,7 @@ def test_refused_conversions_are_1_and_broken_files_3(run, tmp_path: Path) -> No
     assert not (tmp_path / "m").exists()
 
 
-def test_check_prints_faults_with_file_and_line(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_check_prints_faults_with_file_and_line(run: Run, tmp_path: Path) -> None:
     table = tmp_path / "toy.toml"
     table.write_text(
         'format = 1\nmodel_type = "toy"\nstacks = [{ each = "once", mcore = "", hf = "", '
@@ -138,8 +142,8 @@ def test_check_prints_faults_with_file_and_line(run, tmp_path: Path) -> None:  #
     assert "toy.toml:5: M15" in said.out
 
 
-def test_a_bug_is_70_and_asks_for_a_report(  # type: ignore[no-untyped-def]
-    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_bug_is_70_and_asks_for_a_report(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mtpconv.cli.convert as module
 
@@ -152,8 +156,8 @@ def test_a_bug_is_70_and_asks_for_a_report(  # type: ignore[no-untyped-def]
     assert "please report it" in one_line(said)
 
 
-def test_interrupt_is_130_and_leaves_nothing(  # type: ignore[no-untyped-def]
-    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_interrupt_is_130_and_leaves_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtpconv.store.torch_dist_writer import TorchDistWriter
 
@@ -173,7 +177,7 @@ def test_interrupt_is_130_and_leaves_nothing(  # type: ignore[no-untyped-def]
     ["plan", "check", "inventory", "audit", "hf2mcore", "mcore2hf", "roundtrip", "synth",
      "selftest", "parity", "args"],
 )  # fmt: skip
-def test_every_command_explains_itself(run, command: str) -> None:  # type: ignore[no-untyped-def]
+def test_every_command_explains_itself(run: Run, command: str) -> None:
     said = run(command, "--help")
     assert said.code == 0
     assert "Usage:" in said.out
@@ -195,5 +199,6 @@ def test_light_commands_import_nothing_heavy(tmp_path: Path) -> None:
         "heavy = {'torch', 'transformers', 'megatron'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -35,9 +35,7 @@ def tensors(tmp_path: Path) -> Tensors:
     return tensors_of(make_hf(tmp_path / "plain", config()))
 
 
-def refused(
-    source: Path, root: Path, kind: type[MtpconvError], match: str, **options: Any
-) -> None:
+def refused(source: Path, root: Path, kind: type[MtpconvError], match: str, **options: Any) -> None:
     """The conversion is refused, and neither target nor leftovers exist afterwards."""
     before = sorted(p.name for p in root.iterdir())
     with pytest.raises(kind, match=match) as caught:
@@ -131,7 +129,7 @@ def test_export_of_mtp_that_the_config_does_not_promise(tmp_path: Path) -> None:
     hf = make_hf(tmp_path / "hf", config())
     hf2mcore(hf, tmp_path / "mcore")
     plain = make_hf(tmp_path / "plain_hf", config(num_nextn_predict_layers=0))
-    with pytest.raises(RefusedError, match="M05 .*MTP that config.json does not promise"):
+    with pytest.raises(RefusedError, match=r"M05 .*MTP that config\.json does not promise"):
         mcore2hf(tmp_path / "mcore", tmp_path / "back", like=plain)
 
 

@@ -66,7 +66,7 @@ def test_a_missing_field_is_named(field: str) -> None:
 
 
 def test_a_table_of_another_model_is_refused() -> None:
-    with pytest.raises(UsageError, match="config.json says 'glm_moe_dsa'"):
+    with pytest.raises(UsageError, match=r"config\.json says 'glm_moe_dsa'"):
         make_plan(config(), find_table("deepseek_v3"))
 
 

@@ -43,9 +43,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             # Megatron knows only patterns; published configs spell them out as a list too.
             every = draw(st.integers(1, 4))
             config |= {"index_topk_freq": every, "index_skip_topk_offset": 1}
-            config["indexer_types"] = [
-                "shared" if i % every else "full" for i in range(layers)
-            ]
+            config["indexer_types"] = ["shared" if i % every else "full" for i in range(layers)]
     return config
 
 
