@@ -15,8 +15,7 @@ model_type = "toy"
 groups.decoder = ["attn", "ffn if is_dense"]
 stacks = [
   { each = "once", mcore = "", hf = "", use = ["root"] },
-  { each = "layer in trunk", mcore = "decoder.layers.{layer}.", hf = "model.layers.{layer}.",
-    use = ["decoder"] },
+  { each = "layer in trunk", mcore = "d.{layer}.", hf = "m.{layer}.", use = ["decoder"] },
 ]
 [blocks.root]
 "embedding.word_embeddings.weight" = { pad_rows = "model.embed_tokens.weight" }
@@ -44,7 +43,7 @@ def test_a_good_table_has_no_faults(tmp_path: Path) -> None:
     table = read_table(write(tmp_path, GOOD))
     assert table.model_type == "toy"
     assert [r.hf for r in table.blocks["ffn"]] == [("gate.weight", "up.weight")]
-    assert table.blocks["attn"][0].where == "toy.toml:12"
+    assert table.blocks["attn"][0].where == "toy.toml:11"
 
 
 @pytest.mark.parametrize(
@@ -52,9 +51,9 @@ def test_a_good_table_has_no_faults(tmp_path: Path) -> None:
     [
         ("format = 1", "format = 2", "M01", 1),
         ('model_type = "toy"', 'model_type = "toy"\nsurprise = 1', "M01", 3),
-        ("{ qkv = ", "{ qvk = ", "M02", 12),
+        ("{ qkv = ", "{ qvk = ", "M02", 11),
         ("ffn if is_dense", "ffn if is_dens", "M03", None),
-        ('["gate.weight", "up.weight"] }', "[] }", "M01", 14),
+        ('["gate.weight", "up.weight"] }', "[] }", "M01", 13),
         ('each = "once"', 'each = "twice"', "M01", None),
         ('model_type = "toy"', 'model_type = "toy"\ndiscards = [{ hf = "x" }]', "M12", None),
         ('model_type = "toy"', 'model_type = "toy"\ninclude = ["../toy.toml"]', "M16", None),
