@@ -24,6 +24,7 @@ from mtpconv.megatron_args import megatron_args
 from mtpconv.progress import Progress
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Files, Piece, blocks_of, pieces
+from mtpconv.store.digest import digest_tensor
 from mtpconv.store.dist_metadata_writer import (
     write_common,
     write_config,
@@ -33,7 +34,7 @@ from mtpconv.store.dist_metadata_writer import (
 from mtpconv.store.extra_state import extra_state_keys
 from mtpconv.store.hf import HfCheckpoint, open_hf
 from mtpconv.store.hf_writer import index_bytes, make_header, without, write_shard
-from mtpconv.store.manifest import Manifest, digest_tensor
+from mtpconv.store.manifest import Manifest
 from mtpconv.store.source import FOLDER, carried_folder, write_bytes, write_source
 from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.store.torch_dist_writer import TorchDistWriter

@@ -9,7 +9,7 @@ from mtpconv.progress import Progress
 from mtpconv.ranges import compress
 from mtpconv.store.checkpoint import Checkpoint
 from mtpconv.store.content import Pieced
-from mtpconv.store.manifest import digest_tensors
+from mtpconv.store.digest import digest_tensors
 from mtpconv.tensors import TensorSpec
 
 

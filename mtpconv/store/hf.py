@@ -14,6 +14,7 @@ from typing import Any
 
 from mtpconv.errors import UnreadableError
 from mtpconv.store.checkpoint import Chunk, Problem
+from mtpconv.store.content import Run
 from mtpconv.store.hf_index import INDEX_NAME, IndexFile, find_index, outside, parse_index
 from mtpconv.store.json_text import read_json
 from mtpconv.store.safetensors_header import ShardHeader, link_text, plain, read_header
@@ -55,6 +56,12 @@ class HfCheckpoint:
         """The one chunk of a tensor."""
         header = self.shards[self.where[name]]
         return (Chunk(header.file, header.start(name), Box.whole(self.tensors[name].shape)),)
+
+    def runs(self, name: str) -> Sequence[Run]:
+        """The one run of a tensor: what its chunk says, at a fifth of the cost."""
+        header = self.shards[self.where[name]]
+        begin, end = header.offsets[name]
+        return (Run(0, end - begin, header.file, header.data_start + begin),)
 
 
 def open_hf(path: Path, *, compare_duplicates: bool = True) -> HfCheckpoint:

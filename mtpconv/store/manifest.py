@@ -11,8 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +20,8 @@ from blake3 import blake3
 
 from mtpconv.errors import UnreadableError, UnsupportedError, WriteError
 from mtpconv.store.checkpoint import Checkpoint, Chunk, Problem
-from mtpconv.store.content import Files, Pieced, blocks
+from mtpconv.store.content import Pieced
+from mtpconv.store.digest import Progress, digest_tensors
 from mtpconv.store.json_text import read_json
 from mtpconv.tensors import DTYPE_BITS, TensorSpec
 
@@ -31,8 +31,6 @@ MANIFEST_VERSION = 1
 _HEX = re.compile(r"[0-9a-f]{64}")
 #: Units: bytes. 200 per tensor; the largest model seen has 100,000 tensors.
 _MAX_MANIFEST_BYTES = 1 << 30
-
-Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,44 +85,10 @@ def take_manifest(
 
     Raises: UnreadableError if a file ends early.
     """
-    digests = dict(digest_tensors(source, sorted(source.tensors), progress, workers))
+    # In the order of the checkpoint, which is mostly that of the disk.
+    digests = dict(digest_tensors(source, list(source.tensors), progress, workers))
     tensors = {name: source.tensors[name] for name in digests}
     return Manifest(path, source_format, tensors, digests, config, dict(files or {}))
-
-
-def digest_tensors(
-    source: Checkpoint | Pieced,
-    names: Sequence[str],
-    progress: Progress | None = None,
-    workers: int | None = None,
-) -> Iterator[tuple[str, str]]:
-    """The name and BLAKE3 hex of each tensor, in the order of `names`.
-
-    One thread hashes one tensor, many tensors at once: blake3's own threads cost more than
-    they give below about 1.5 MB.
-    """
-    count = workers or min(8, os.cpu_count() or 1)
-    # Neighbours in the list are neighbours on disk more often than not.
-    groups = [names[i : i + 64] for i in range(0, len(names), 64)]
-    with ThreadPoolExecutor(count) as pool:
-        for found in pool.map(lambda group: _digest_group(source, group), groups):
-            for name, digest in found:
-                yield name, digest
-                if progress is not None:
-                    progress(source.tensors[name].nbytes)
-
-
-def digest_tensor(source: Checkpoint | Pieced, name: str, files: Files | None = None) -> str:
-    """BLAKE3 of the bytes of one tensor in C order, hex."""
-    hasher = blake3()
-    for block in blocks(source, name, files):
-        hasher.update(block)
-    return hasher.hexdigest()
-
-
-def _digest_group(source: Checkpoint | Pieced, names: Sequence[str]) -> list[tuple[str, str]]:
-    with Files() as files:
-        return [(name, digest_tensor(source, name, files)) for name in names]
 
 
 def root_digest(tensors: Mapping[str, TensorSpec], digests: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mtpconv.errors import UnreadableError
-from mtpconv.store.content import Files, Piece, blocks, blocks_of, fill, pieces, runs_of
+from mtpconv.store.content import Files, Piece, blocks, blocks_of, pieces, reading_of, runs_of
 from mtpconv.store.hf import open_hf
 from mtpconv.tensors import Box, TensorSpec
 from tests.convert.folders import write_hf
@@ -128,7 +128,7 @@ def test_blocks_are_the_bytes_whatever_the_pieces(folder: Path, data: Any, size:
     with Files(limit=2) as files:
         found = [bytes(b) for b in blocks_of(stored.spec, stored.parts, files, size)]
         whole = bytearray(b"\xcc" * stored.spec.nbytes)
-        fill(stored.spec, stored.parts, files, memoryview(whole))
+        reading_of(stored.spec, stored.parts).fill(files, memoryview(whole))
     assert b"".join(found) == stored.array.tobytes()
     assert bytes(whole) == stored.array.tobytes()
     assert all(0 < len(b) <= size for b in found)
@@ -214,7 +214,7 @@ def test_empty_and_zero_dimensional_tensors(tmp_path: Path) -> None:
             box = Box.whole(shape)
             empty = Piece(box, tmp_path / "never opened", 0, shape, box)
             assert list(blocks_of(TensorSpec("F32", shape), [empty], files)) == []
-            fill(TensorSpec("F32", shape), [empty], files, memoryview(bytearray()))
+            reading_of(TensorSpec("F32", shape), [empty]).fill(files, memoryview(bytearray()))
 
 
 def test_words_below_a_byte_are_moved_whole_or_refused(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""Open files and buffers, used again from one tensor to the next."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from mtpconv.errors import UnreadableError
+
+#: Units: bytes. Large enough for full disk speed, small enough to stay in the L2/L3 cache.
+BLOCK = 4 << 20
+
+
+class Files:
+    """A bounded pool of open files and of buffers; for one thread."""
+
+    def __init__(self, limit: int = 64) -> None:
+        self._limit = limit
+        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._buffers: list[bytearray] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every file."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+        self._buffers.clear()
+
+    def fd(self, path: Path) -> int:
+        """A read-only descriptor, valid until `limit` other files have been asked for."""
+        found = self._open.get(path)
+        if found is not None:
+            self._open.move_to_end(path)
+            return found
+        while len(self._open) >= self._limit:
+            os.close(self._open.popitem(last=False)[1])
+        try:
+            found = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UnreadableError(f"{path}: {error.strerror}") from error
+        return found
+
+    def read_into(self, path: Path, start: int, view: memoryview) -> None:
+        """Fill `view` from byte `start` of the file.
+
+        Raises: UnreadableError if the file ends early or cannot be read.
+        """
+        fd, size = self.fd(path), len(view)
+        try:
+            done = os.preadv(fd, (view,), start)
+            while done < size:  # a signal, more than 2 GiB at once, or the end of the file
+                got = os.preadv(fd, (view[done:],), start + done)
+                if got == 0:
+                    raise UnreadableError(
+                        f"{path}: ends at byte {start + done}, {size - done} bytes short; "
+                        "the file is truncated, fetch it again"
+                    )
+                done += got
+        except OSError as error:
+            raise UnreadableError(f"{path}: {error.strerror} at byte {start}") from error
+
+    @contextmanager
+    def buffer(self, size: int) -> Iterator[memoryview]:
+        """`size` bytes to work in, of any content, used again by whoever comes next."""
+        buffer = self._buffers.pop() if self._buffers else bytearray()
+        if len(buffer) < size:
+            buffer = bytearray(size)
+        try:
+            yield memoryview(buffer)[:size]
+        finally:
+            self._buffers.append(buffer)
