@@ -58,7 +58,9 @@ class Layout:
     @property
     def name(self) -> str:
         """Names of the dialects, joined."""
-        return "+".join(d.name for d in self.dialects) or "transformer_engine, per layer, per expert"
+        return (
+            "+".join(d.name for d in self.dialects) or "transformer_engine, per layer, per expert"
+        )
 
     def address(self, key: str, geometry: Geometry) -> Address:
         """Where the tensor that tables call `key` lies."""
@@ -79,6 +81,7 @@ class Layout:
 #: Order matters: a layer axis comes before an expert axis.
 DIALECTS = (
     "stacked_layers", "stacked_experts", "local_spec_mla", "local_spec_gqa", "mtp_model_layer",
+    "mamba_conv1d_module",
 )  # fmt: skip
 
 
@@ -144,9 +147,7 @@ def detect_layout(plan: Plan, keys: Collection[str]) -> Layout:
             layout = layout_of(names)
             if any(n in d.excludes for d in layout.dialects for n in names):
                 continue
-            hits = sum(
-                layout.address(s.key, plan.geometry).key in keys for s in samples.values()
-            )
+            hits = sum(layout.address(s.key, plan.geometry).key in keys for s in samples.values())
             if (hits, -size) > best_score:
                 best, best_score = layout, (hits, -size)
     return best

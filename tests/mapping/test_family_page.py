@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtpconv.mapping.families import Family, Release, families, page
+from mtpconv.mapping.table import table_names
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+
+
+def test_every_table_is_a_row() -> None:
+    rows = {row.model_type: row for row in families()}
+    assert sorted(rows) == table_names()
+    assert rows["glm_moe_dsa"].mtp == "by config"
+    assert rows["mimo_v2_flash"].mtp == "by checkpoint, else 3"
+    assert rows["llama"].mtp == "none"
+    assert rows["deepseek_v3"].copies == (
+        "model.layers.{layer}.embed_tokens.weight",
+        "model.layers.{layer}.shared_head.head.weight",
+    )
+    assert rows["glm_moe_dsa"].copies == ()
+    assert rows["deepseek_v4"].directions == "inventory, audit"
+
+
+def test_a_size_that_follows_from_others_is_no_published_one() -> None:
+    assert Release("a", 1, 2, None, ("tensors",)).is_published
+    assert not Release("a", 1, 2, None, ("elements",)).is_published
+    assert not Release("a", 1, None, None, ()).is_published
+
+
+def test_the_page_says_what_is_computed_needed_and_unverified() -> None:
+    text = page(
+        [
+            Family(
+                "x", "by config", ("copy",), False, "a hammer",
+                (Release("X-1", 1000, 2000000, None, ("tensors",)),), ("all of it",),
+            ),
+            Family("y", "none", (), True, None, (), ()),
+        ]
+    )  # fmt: skip
+    assert "| `x` | X-1 | *1,000* | 2,000,000 | - |" in text
+    assert "- not converted: it needs a hammer" in text
+    assert "- not verified: all of it" in text
+    assert "### y" not in text
+
+
+def test_the_page_in_docs_is_that_of_the_tables() -> None:
+    made = page(families())
+    assert PAGE.read_text(encoding="utf-8") == made, (
+        "docs/families.md is out of date; write it anew with "
+        "python -c 'from mtpconv.mapping.families import *; "
+        'open("docs/families.md", "w").write(page(families()))\''
+    )
