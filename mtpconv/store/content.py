@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from mtpconv.errors import UnreadableError
 from mtpconv.store.checkpoint import Checkpoint
-from mtpconv.store.files import BLOCK, Files
+from mtpconv.store.files import BLOCK, Files, Store
 from mtpconv.store.gather import gather
 from mtpconv.tensors import DTYPE_BITS, Box, Shape, TensorSpec
 
@@ -35,7 +34,7 @@ class Piece:
     """
 
     box: Box
-    file: Path | None
+    file: Store | None
     start: int
     chunk_shape: Shape
     chunk_box: Box
@@ -47,7 +46,7 @@ class Run(NamedTuple):
 
     at: int
     nbytes: int
-    file: Path | None
+    file: Store | None
     start: int
 
 
@@ -179,7 +178,7 @@ def run_blocks(runs: Sequence[Run], files: Files, size: int = BLOCK) -> Iterator
             yield buffer[:filled]
 
 
-def read_run(files: Files, file: Path | None, start: int, view: memoryview) -> None:
+def read_run(files: Files, file: Store | None, start: int, view: memoryview) -> None:
     """Fill `view` with the bytes of a run."""
     if file is not None:
         files.read_into(file, start, view)

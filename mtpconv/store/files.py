@@ -7,12 +7,23 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from mtpconv.errors import UnreadableError
 
 #: Units: bytes. Large enough for full disk speed, small enough to stay in the L2/L3 cache.
 BLOCK = 4 << 20
+
+
+class Computed(Protocol):
+    """Stands where a file would: bytes that are worked out when they are read."""
+
+    def read_into(self, files: Files, start: int, view: memoryview) -> None:
+        """Fill `view` from byte `start`."""
+
+
+#: What pieces and runs point into.
+Store = Path | Computed
 
 
 class Files:
@@ -49,11 +60,14 @@ class Files:
             raise UnreadableError(f"{path}: {error.strerror}") from error
         return found
 
-    def read_into(self, path: Path, start: int, view: memoryview) -> None:
+    def read_into(self, path: Store, start: int, view: memoryview) -> None:
         """Fill `view` from byte `start` of the file.
 
         Raises: UnreadableError if the file ends early or cannot be read.
         """
+        if not isinstance(path, Path):
+            path.read_into(self, start, view)
+            return
         fd, size = self.fd(path), len(view)
         try:
             done = os.preadv(fd, (view,), start)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtpconv.errors import UnreadableError
-from mtpconv.store.files import Files
+from mtpconv.store.files import Files, Store
 from mtpconv.tensors import DTYPE_BITS, Box, Shape, TensorSpec
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def _cut(box: Box, axis: int, skip: int, size: int) -> Box:
 
 
 def _read_box(
-    files: Files, path: Path, start: int, word: np.dtype[Any], shape: Shape, box: Box
+    files: Files, path: Store, start: int, word: np.dtype[Any], shape: Shape, box: Box
 ) -> Words:
     """A box of a chunk as an array; what lies between is read along where that is cheaper."""
     strides = _strides(shape)
