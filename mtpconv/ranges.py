@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.|$)")
 
 
 def compress_names(names: Iterable[str]) -> list[str]:

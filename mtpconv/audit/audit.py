@@ -10,7 +10,7 @@ from mtpconv.audit.compare import Outcome, Progress, read_stats
 from mtpconv.audit.config_rules import compare_configs
 from mtpconv.audit.content import content_findings, depth_status, twin_findings
 from mtpconv.audit.excuses import find_excuses
-from mtpconv.audit.files import file_findings, reference_findings
+from mtpconv.audit.files import file_findings, record_findings, reference_findings
 from mtpconv.audit.finding import Compared, Finding, Report, Tier
 from mtpconv.audit.hints import find_hints
 from mtpconv.audit.mtp import compare_promises, pair_status, promise_findings, single_status
@@ -120,19 +120,11 @@ def _audit_single(
     content: list[Finding] = []
     nbytes = 0
     if options.read_bytes and after.has_bytes:
-        outcomes: dict[str, Outcome] = {}
-        failures = []
-        for outcome in read_stats(after, _worth_reading(after, regions)):
-            if outcome.unreadable is not None:
-                failures.append((outcome.name, *outcome.unreadable))
-                continue
-            outcomes[outcome.name] = outcome
-            nbytes += after.tensors[outcome.name].nbytes
-            if progress is not None:
-                progress(after.tensors[outcome.name].nbytes)
-        findings += [f for _, f in failure_findings(failures, None, after)]
-        content += content_findings(outcomes, regions, is_pair=False)
-        content += twin_findings(after, regions, outcomes)
+        records = list(record_findings(after))
+        findings += records
+        if not records:
+            nbytes, failures, content = _look_at_values(after, regions, progress)
+            findings += failures
     content += stale_findings(after, base, regions)
     findings += content
     findings += _profile(after, regions, missing, options)
@@ -148,6 +140,27 @@ def _audit_single(
         checked=_checked(None, after, options, base),
     )  # fmt: skip
     return make_report(looked, findings, (), options)
+
+
+def _look_at_values(
+    after: Subject, regions: Mapping[str, Region], progress: Progress | None
+) -> tuple[int, list[Finding], list[Finding]]:
+    """Bytes read, tensors that could not be read, and what the values of MTP tell."""
+    outcomes: dict[str, Outcome] = {}
+    failures = []
+    nbytes = 0
+    for outcome in read_stats(after, _worth_reading(after, regions)):
+        if outcome.unreadable is not None:
+            failures.append((outcome.name, *outcome.unreadable))
+            continue
+        outcomes[outcome.name] = outcome
+        nbytes += after.tensors[outcome.name].nbytes
+        if progress is not None:
+            progress(after.tensors[outcome.name].nbytes)
+    unreadable = [f for _, f in failure_findings(failures, None, after)]
+    content = [*content_findings(outcomes, regions, is_pair=False)]
+    content += twin_findings(after, regions, outcomes)
+    return nbytes, unreadable, content
 
 
 def _pair_regions(before: Subject, after: Subject) -> dict[str, Region]:

@@ -13,7 +13,7 @@ from blake3 import blake3
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.words import Stats, as_words
 from mtpconv.errors import MtpconvError
-from mtpconv.store.content import Files, blocks
+from mtpconv.store.content import BLOCK, Files, blocks
 from mtpconv.store.hf import HfCheckpoint
 
 Progress = Callable[[int], object]
@@ -113,10 +113,12 @@ def read_stats(subject: Subject, names: Sequence[str]) -> Iterator[Outcome]:
                 yield Outcome(name, same=False, unreadable=(error.side, str(error)))
 
 
-def side_blocks(subject: Subject, name: str, files: Files, side: str) -> Iterator[memoryview]:
+def side_blocks(
+    subject: Subject, name: str, files: Files, side: str, size: int = BLOCK
+) -> Iterator[memoryview]:
     """The bytes of a tensor. Raises: SideError if they cannot be read."""
     try:
-        yield from blocks(subject.content, name, files)
+        yield from blocks(subject.content, name, files, size)
     except MtpconvError as error:
         raise SideError(side, error) from error
 

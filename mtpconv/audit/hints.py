@@ -38,7 +38,9 @@ class _Search:
 
     before: Subject
     after: Subject
-    budget: int = _BUDGET
+    budget: int
+    #: the budget was used up and some tensors were taken for equal by their first bytes
+    assumed: bool = False
     _starts: dict[tuple[bool, str], bytes] = field(default_factory=dict)
     _holders: dict[Key, list[str]] = field(default_factory=lambda: defaultdict(list))
 
@@ -54,7 +56,10 @@ class _Search:
     def equal(self, old: str, new: str) -> bool:
         """Whether the whole tensors agree; assumed once the budget is used up."""
         size = self.after.tensors[new].nbytes
-        if size <= _START or self.budget < size:
+        if size <= _START:
+            return True
+        if self.budget < size:
+            self.assumed = True
             return True
         self.budget -= size
         with Files() as left, Files() as right:
@@ -74,29 +79,33 @@ class _Search:
 
 
 def _start(subject: Subject, name: str, files: Files) -> bytes:
-    for block in side_blocks(subject, name, files, "hint"):
+    for block in side_blocks(subject, name, files, "hint", _START):
         return blake3(block[:_START]).digest()
     return b""
 
 
 def find_hints(
-    found: Differences, before: Subject, after: Subject, regions: Mapping[str, Region]
+    found: Differences,
+    before: Subject,
+    after: Subject,
+    regions: Mapping[str, Region],
+    budget: int = _BUDGET,
 ) -> dict[str, str]:
-    """A hint for each difference that has an explanation."""
+    """A hint for each difference that has an explanation; `budget` bytes are read at most."""
     if before.has_bytes != after.has_bytes:
         return {}
     try:
-        hints = _moved(found, before, after)
+        hints = _moved(found, before, after, budget)
         if before.has_bytes and after.has_bytes:
             hints.update(_collapsed(found, after, regions, hints))
-            _values(found, before, after, hints)
+            _values(found, before, after, hints, budget)
     except SideError:
         return {}
     return hints
 
 
-def _moved(found: Differences, before: Subject, after: Subject) -> dict[str, str]:
-    search = _Search(before, after)
+def _moved(found: Differences, before: Subject, after: Subject, budget: int) -> dict[str, str]:
+    search = _Search(before, after, budget)
     wanted = [*found.extra, *found.changed]
     specs = {(after.tensors[n].dtype, after.tensors[n].shape) for n in wanted}
     pool = [n for n, s in before.tensors.items() if (s.dtype, s.shape) in specs]
@@ -110,6 +119,9 @@ def _moved(found: Differences, before: Subject, after: Subject) -> dict[str, str
     hints.update(_from_other_expert(search, rest))
     rest = {n: s for n, s in rest.items() if n not in hints}
     hints.update(_from_other_layer(found, search, rest))
+    if search.assumed:
+        doubt = f" (of some tensors only the first {_START} bytes were compared)"
+        hints = {name: text + doubt for name, text in hints.items()}
     return hints
 
 
@@ -240,8 +252,9 @@ def _collapsed(
                 yield name, f"now identical to {root}"
 
 
-def _values(found: Differences, before: Subject, after: Subject, hints: dict[str, str]) -> None:
-    budget = _BUDGET
+def _values(
+    found: Differences, before: Subject, after: Subject, hints: dict[str, str], budget: int
+) -> None:
     for name in [n for n in found.changed if n not in hints][:_MAX_VALUE_HINTS]:
         budget -= after.tensors[name].nbytes
         if budget < 0:

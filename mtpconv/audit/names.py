@@ -16,13 +16,15 @@ from mtpconv.tensors import ROOT, Region
 _AROUND = (
     r"(?:(?:model|language_model|text_model|llm|transformer|backbone|decoder|module|_orig_mod)\.)*"
 )
-_LAYER = re.compile(rf"(?P<prefix>{_AROUND}layers\.)(?P<layer>\d+)\.")
-_STACKED = re.compile(r"decoder\.layers\.(?!\d)")
+#: A layer number; longer ones are made up to exhaust something.
+_NUMBER = "[0-9]{1,9}"
+_LAYER = re.compile(rf"(?P<prefix>{_AROUND}layers\.)(?P<layer>{_NUMBER})\.")
+_STACKED = re.compile(r"decoder\.layers\.(?![0-9])")
 #: Source: facts on MTP families, section 1: Qwen and Nemotron `mtp.`, MiMo `model.mtp_layers.`,
 #: MiMo-V2 and LongCat `model.mtp.`, Ernie `model.mtp_block.` and its three glue lists.
 _MTP = re.compile(
     rf"(?P<prefix>{_AROUND}(?:mtp|mtp_layers|mtp_block|mtp_emb_norm|mtp_hidden_norm|"
-    r"mtp_linear_proj)\.)(?:layers\.)?(?:(?P<depth>\d+)\.)?"
+    rf"mtp_linear_proj)\.)(?:layers\.)?(?:(?P<depth>{_NUMBER})\.)?"
 )
 
 #: Prefix of the MTP module by start of model_type, where it is not `model.layers.N.`.
@@ -111,7 +113,7 @@ def tail(name: str) -> str:
     return name
 
 
-_EXPERT = re.compile(r"(?P<before>.*\bexperts\.)(?P<expert>\d+)(?P<after>\..*)")
+_EXPERT = re.compile(r"(?P<before>.*\bexperts\.)(?P<expert>[0-9]{1,9})(?P<after>\..*)")
 
 
 def split_expert(name: str) -> tuple[str, int, str] | None:

@@ -19,7 +19,14 @@ from mtpconv.audit.subject import (
     torch_dist_subject,
     view_subject,
 )
-from mtpconv.errors import MtpconvError, UnreadableError, UnsupportedError, UsageError
+from mtpconv.errors import (
+    MtpconvError,
+    RefusedError,
+    UnreadableError,
+    UnsupportedError,
+    UsageError,
+)
+from mtpconv.geometry import read_geometry
 from mtpconv.mapping.plan import Plan, make_plan
 from mtpconv.mapping.table import find_table, read_table
 from mtpconv.store.dist_folder import is_torch_dist
@@ -29,6 +36,8 @@ from mtpconv.store.source import find_source
 from mtpconv.store.torch_dist import TorchDistCheckpoint, open_torch_dist
 from mtpconv.view import HfView
 
+#: Layers times experts; Kimi-K2, the largest seen, has 61 x 384 = 23,424.
+_MAX_BLOCKS = 500_000
 Opened = HfCheckpoint | TorchDistCheckpoint | Manifest
 
 
@@ -110,12 +119,25 @@ def _names_of(opened: Opened) -> str:
 
 def _plan(config: Mapping[str, Any], mapping: Path | None, present: Collection[str]) -> Plan:
     if mapping is not None:
-        return make_plan(config, read_table(mapping), present)
-    try:
-        table = find_table(str(config.get("model_type")))
-    except UsageError as error:
-        raise UnsupportedError(str(error)) from error
+        table = read_table(mapping)
+    else:
+        try:
+            table = find_table(str(config.get("model_type")))
+        except UsageError as error:
+            raise UnsupportedError(str(error)) from error
+    _refuse_invented_counts(config)
     return make_plan(config, table, present)
+
+
+def _refuse_invented_counts(config: Mapping[str, Any]) -> None:
+    """A plan has a row for every tensor; an invented count must not use up the memory."""
+    geometry = read_geometry(config)
+    blocks = (geometry.layers + geometry.depths) * max(geometry.experts, 1)
+    if blocks > _MAX_BLOCKS:
+        raise RefusedError(
+            f"config.json: {geometry.layers} layers and {geometry.depths} MTP depths of"
+            f" {geometry.experts} experts; no model is that large"
+        )
 
 
 def _alone(opened: Opened, mapping: Path | None) -> Subject:

@@ -108,6 +108,17 @@ class Subject:
             p.tensor for p in self.problems if p.kind == "index_entry_not_in_file" and p.tensor
         )
 
+    def record_problems(self) -> Sequence[Problem]:
+        """Records that cannot be read, for formats that keep a header with every tensor.
+
+        They lie beside the bytes, so finding them takes longer than opening.
+        """
+        content = self.content.checkpoint if isinstance(self.content, HfView) else self.content
+        if not isinstance(content, TorchDistCheckpoint):
+            return ()
+        known = {p.file for p in self.problems}
+        return [p for p in content.check_records() if p.file not in known]
+
     def side(self) -> Side:
         """What the report says about this side."""
         total = sum(spec.nbytes for spec in self.tensors.values())

@@ -17,7 +17,7 @@ from mtpconv.ranges import compress
 from mtpconv.tensors import Region
 
 #: Counts in an untrusted config beyond this are not walked through.
-_MAX_COUNT = 100_000
+_MAX_COUNT = 10_000
 
 
 def tablefree_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[Finding]:
@@ -33,7 +33,10 @@ def tablefree_findings(subject: Subject, regions: Mapping[str, Region]) -> Itera
 
 def _layers(subject: Subject, known: Mapping[str, Region]) -> Iterator[Finding]:
     layers = read_promise(subject.config).layers
-    if layers is None or layers > _MAX_COUNT:
+    if layers is None:
+        return
+    if layers > _MAX_COUNT:
+        yield _invented("num_hidden_layers", layers)
         return
     present = {r.index for r in known.values() if r.kind == "trunk"}
     if not present:
@@ -51,8 +54,12 @@ def _layers(subject: Subject, known: Mapping[str, Region]) -> Iterator[Finding]:
 
 def _experts(subject: Subject, known: Mapping[str, Region]) -> Iterator[Finding]:
     text = text_config(subject.config or {})
-    counts = [text[f] for f in EXPERT_FIELDS if type(text.get(f)) is int]
-    if len(counts) != 1 or counts[0] > _MAX_COUNT:
+    fields = [f for f in EXPERT_FIELDS if type(text.get(f)) is int]
+    if len(fields) != 1:
+        return
+    count = text[fields[0]]
+    if count > _MAX_COUNT:
+        yield _invented(fields[0], count)
         return
     groups: dict[tuple[str, str], set[int]] = defaultdict(set)
     for name in known:
@@ -60,14 +67,24 @@ def _experts(subject: Subject, known: Mapping[str, Region]) -> Iterator[Finding]
         if split:
             groups[split[0], split[2]].add(split[1])
     for (before, after), present in sorted(groups.items()):
-        for expert in sorted(set(range(counts[0])) - present):
+        for expert in sorted(set(range(count)) - present):
             name = f"{before}{expert}{after}"
             yield finding(
                 "missing_tensor",
                 "error",
-                f"{name}: the config says {counts[0]} experts, this one is absent",
+                f"{name}: the config says {count} experts, this one is absent",
                 tensor=name, region=subject.naming.region(name),
             )  # fmt: skip
+
+
+def _invented(field: str, count: int) -> Finding:
+    shown = str(count) if count < 10**12 else "more than 10^12"
+    return finding(
+        "config_contradiction",
+        "error",
+        f"config.json: {field} is {shown}; no model is that large",
+        field=field, file="config.json",
+    )  # fmt: skip
 
 
 def _vocabulary(subject: Subject, regions: Mapping[str, Region]) -> Iterator[Finding]:
