@@ -33,9 +33,11 @@ def folder_name(iteration: Iteration) -> str:
 
 def named_iteration(folder: Path) -> Iteration | None:
     """The iteration that a folder's name says, None if the name says nothing."""
-    name = folder.resolve().name
-    number = _ITERATION.fullmatch(name)
-    return "release" if name == "release" else int(number[1]) if number else None
+    for name in (folder.name, folder.resolve().name):
+        number = _ITERATION.fullmatch(name)
+        if name == "release" or number:
+            return int(number[1]) if number else "release"
+    return None
 
 
 def find_folder(path: Path) -> tuple[Path, Iteration, Problem | None]:
@@ -45,8 +47,10 @@ def find_folder(path: Path) -> tuple[Path, Iteration, Problem | None]:
     """
     if not path.is_dir():
         raise UnreadableError(f"{path} is not a folder; name a torch_dist checkpoint")
-    if any((path / n).exists() for n in (METADATA, CONFIG)) or any(
-        next(path.glob(pattern), None) for pattern in ("*.distcp", "mp_rank_*")
+    if (
+        (path / METADATA).exists()
+        or any(next(path.glob(pattern), None) for pattern in ("*.distcp", "mp_rank_*"))
+        or _names_backend(path / CONFIG)
     ):
         iteration = named_iteration(path)
         return path, "release" if iteration is None else iteration, None
@@ -69,6 +73,14 @@ def find_folder(path: Path) -> tuple[Path, Iteration, Problem | None]:
     raise UnreadableError(f"{path} holds no torch_dist checkpoint (no .metadata, no iter_* folder)")
 
 
+def _names_backend(config: Path) -> bool:
+    """Whether a `metadata.json` is Megatron's; other tools have files of that name too."""
+    try:
+        return b"sharded_backend" in read_bounded(config, 1 << 20)
+    except UnreadableError:
+        return False
+
+
 def is_torch_dist(path: Path) -> bool:
     """Whether a folder looks like a torch_dist checkpoint or the parent of one."""
     try:
@@ -86,10 +98,12 @@ def open_file(file: Path) -> int:
     try:
         fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        raise UnreadableError(f"{file.name}: cannot be opened: {error.strerror}") from None
+        raise UnreadableError(
+            f"{file.name}: cannot be opened: {error.strerror}; copy the checkpoint again"
+        ) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise UnreadableError(f"{file.name}: is not an ordinary file")
+        raise UnreadableError(f"{file.name}: is not an ordinary file; copy the checkpoint again")
     return fd
 
 

@@ -58,8 +58,9 @@ class DistMetadata:
         self.problems.append(Problem("unreadable_file", message, file=METADATA, tensor=tensor))
 
 
-#: Record places by key and chunk offset (None for bytes entries).
-_Places = dict[tuple[str, Shape | None], Place]
+#: Record places by key and chunk offset, the offset as text (empty for bytes entries): the hash
+#: of a text has a secret, that of a tuple of numbers can be made to collide.
+_Places = dict[tuple[str, str], Place]
 
 
 def read_metadata(data: bytes) -> DistMetadata:
@@ -77,12 +78,12 @@ def read_metadata(data: bytes) -> DistMetadata:
     result = DistMetadata(places=sorted(places.values()))
     for key, entry in entries.items():
         kind = entry.of.name if type(entry) is Instance else None
-        if type(key) is not str or kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
+        if not _is_name(key) or kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
             raise UnreadableError(".metadata has an entry that is neither tensor nor bytes")
         if _OPTIMIZER.match(key):
             result.ignored += 1
         elif kind == "BytesStorageMetadata":
-            place = places.pop((key, None), None)
+            place = places.pop((key, ""), None)
             if place is None:
                 result.bad(f".metadata names no record of {key}; it is corrupt", key)
             else:
@@ -96,13 +97,18 @@ def read_metadata(data: bytes) -> DistMetadata:
     return result
 
 
-def _read_place(index: Any, info: Any) -> tuple[tuple[str, Shape | None], Place]:
+def _read_place(index: Any, info: Any) -> tuple[tuple[str, str], Place]:
     """A pair of `storage_data`, checked and made small."""
-    key, at = index.field("fqn"), index.field("offset")
-    if type(info) is not Instance or type(key) is not str or not (at is None or _is_shape(at)):
+    if type(index) is not Instance or type(info) is not Instance:
         raise UnreadableError(".metadata has a record without name or place; it is corrupt")
+    key, at = index.field("fqn"), index.field("offset")
     place = Place(*(info.field(name) for name in ("relative_path", "offset", "length")))
-    if not _is_shape((place.offset, place.length)):
+    if (
+        not _is_name(key)
+        or not (at is None or _is_shape(at))
+        or not _is_shape((place.offset, place.length))
+        or place.offset + place.length >= _LIMIT
+    ):
         raise UnreadableError(".metadata has a record without name or place; it is corrupt")
     if not _is_plain_name(place.file):
         raise UnreadableError(
@@ -113,7 +119,7 @@ def _read_place(index: Any, info: Any) -> tuple[tuple[str, Shape | None], Place]
             f".metadata says that {key} was stored through an extension (compression?); "
             "save the checkpoint again without it"
         )
-    return (key, at), place
+    return (key, "" if at is None else repr(at)), place
 
 
 def _are_places(value: Any) -> TypeGuard[_Places]:
@@ -128,19 +134,20 @@ def _is_shape(value: Any) -> bool:
     )
 
 
+def _is_name(name: Any) -> bool:
+    """Text that fits into one line of a message."""
+    return type(name) is str and 0 < len(name) <= 1024 and name.isprintable()
+
+
 def _is_plain_name(name: Any) -> bool:
-    return (
-        type(name) is str
-        and 0 < len(name) < 256
-        and name not in (".", "..")
-        and not any(c in "/\\\0" for c in name)
-    )
+    """The name of a file in the folder itself."""
+    return _is_name(name) and name not in (".", "..") and "/" not in name and "\\" not in name
 
 
 def _read_tensor(key: str, entry: Instance, places: _Places, result: DistMetadata) -> None:
     shape, chunks, properties = (entry.field(n) for n in ("size", "chunks", "properties"))
     dtype = _dtype(properties)
-    if not _is_shape(shape) or type(chunks) is not list or dtype is None:
+    if not _is_shape(shape) or prod(shape) >= _LIMIT or type(chunks) is not list or dtype is None:
         raise UnreadableError(f".metadata says nothing usable about {key}; it is corrupt")
     if dtype.name not in TORCH_DTYPES:
         result.bad(f"{key} has dtype {dtype}, which safetensors does not have", key)
@@ -155,7 +162,7 @@ def _read_tensor(key: str, entry: Instance, places: _Places, result: DistMetadat
             raise UnreadableError(f".metadata has an impossible chunk of {key}; it is corrupt")
         box = Box(at, sizes)
         boxes.append(box)
-        place = places.pop((key, at), None)
+        place = places.pop((key, repr(at)), None)
         if place is not None:
             stored.append(StoredChunk(box, place))
     result.tensors[key] = TensorSpec(TORCH_DTYPES[dtype.name][0], shape)
@@ -183,11 +190,17 @@ def tiling_flaw(shape: Shape, boxes: Sequence[Box]) -> str | None:
     """
     if len(boxes) == 1 and boxes[0].sizes == shape and not any(boxes[0].offsets):
         return None
+    boxes = [box for box in boxes if box.elements]  # empty ones cover nothing
+    for box in boxes:
+        ends = zip(box.offsets, box.sizes, shape, strict=True)
+        if any(at + n > size for at, n, size in ends):
+            return f"reach beyond its shape {list(shape)}"
     cut = [a for a, n in enumerate(shape) if any(b.offsets[a] or b.sizes[a] != n for b in boxes)]
     if len(cut) > 8:
         return f"are cut along {len(cut)} axes, more than can be checked"
     corners: dict[Shape, int] = {}
-    for sign, parts in [(-1, [Box.whole(shape)]), (1, boxes)]:
+    whole = [Box.whole(shape)] if prod(shape) else []
+    for sign, parts in [(-1, whole), (1, boxes)]:
         for box in parts:
             signed: list[tuple[int, Shape]] = [(sign, ())]
             for axis in cut:
@@ -201,10 +214,6 @@ def tiling_flaw(shape: Shape, boxes: Sequence[Box]) -> str | None:
     if not any(corners.values()):
         return None
     have, want = sum(box.elements for box in boxes), prod(shape)
-    if any(
-        at + n > size for b in boxes for at, n, size in zip(b.offsets, b.sizes, shape, strict=True)
-    ):
-        return f"reach beyond its shape {list(shape)}"
     if have < want:
         return f"leave {want - have:,} of {want:,} elements uncovered"
     return f"overlap: they hold {have:,} elements for {want:,}"

@@ -12,15 +12,17 @@ from typing import Any
 
 from mtpconv.errors import UnreadableError
 from mtpconv.store.dist_folder import COMMON, open_file
-from mtpconv.store.pickles import Instance, load_pickle
+from mtpconv.store.pickles import Instance, is_key, load_pickle
 from mtpconv.store.torch_names import allow_object
 from mtpconv.store.zips import Archive
 
 #: Bytes of one pickled object; a common state has a few tens of KB.
-MAX_OBJECT = 64 << 20
+MAX_OBJECT = 16 << 20
+#: Files in one archive: the pickle and one for each tensor beside it.
+MAX_ENTRIES = 100_000
 #: Nesting of the values that `plain` returns, and how many of them.
 MAX_DEPTH = 64
-MAX_VALUES = 1_000_000
+MAX_VALUES = 300_000
 
 _NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
 
@@ -32,7 +34,7 @@ def read_object(file: Path, offset: int, length: int, where: str) -> Any:
     """
     fd = open_file(file)
     try:
-        archive = Archive(fd, offset, length, where)
+        archive = Archive(fd, offset, length, where, MAX_ENTRIES)
         data = archive.content("data.pkl", MAX_OBJECT)
     finally:
         os.close(fd)
@@ -48,10 +50,9 @@ def read_common(folder: Path) -> dict[str, Any]:
     Raises: UnreadableError as `read_object`, or if it is not a dict.
     """
     file = folder / COMMON
-    try:
-        length = file.stat().st_size
-    except OSError as error:
-        raise UnreadableError(f"{COMMON}: cannot be opened: {error.strerror}") from None
+    fd = open_file(file)
+    length = os.fstat(fd).st_size
+    os.close(fd)
     return as_common(read_object(file, 0, length, COMMON), COMMON)
 
 
@@ -66,17 +67,16 @@ def as_common(value: Any, where: str) -> dict[str, Any]:
 
 
 def _as_dict(items: list[Any], where: str) -> dict[Any, Any]:
-    try:
-        return dict(items)
-    except (TypeError, ValueError):
-        raise UnreadableError(f"{where} holds a damaged mapping; copy the file again") from None
+    if not all(type(i) is tuple and len(i) == 2 and is_key(i[0]) for i in items):
+        raise UnreadableError(f"{where} holds a damaged mapping; copy the file again")
+    return dict(items)
 
 
 def plain(value: Any, where: str) -> Any:
     """A pickle's value as a tree: argument namespaces become dicts, shared parts are copied.
 
     Enums, paths and other objects stay `Instance`s (with plain arguments and state).
-    Raises: UnreadableError if the tree is deeper than 64 or has more than 1,000,000 values,
+    Raises: UnreadableError if the tree is deeper than 64 or has more than 300,000 values,
         or contains itself.
     """
     left = MAX_VALUES

@@ -20,7 +20,7 @@ from mtpconv.errors import UnreadableError
 
 #: Says whether a pickle may name this (module, name).
 Allow = Callable[[str, str], bool]
-#: Replaces a pair of a dict whose key is an `Instance`, as soon as the pair is complete.
+#: Replaces each pair of a dict whose keys are `Instance`s, as soon as the pair is complete.
 Fold = Callable[[Any, Any], tuple[Any, Any]]
 
 #: Containers a pickle may build; 60,000 chunks with their save plans need about 1.5 million.
@@ -75,7 +75,7 @@ class Instance:
 #: `Instance.of` of a persistent id (`torch.save` refers to storages with these).
 PERSISTENT = Global("", "persistent id")
 
-_ATOMS = (str, int, float, bytes, bool, type(None), Global, Instance)
+_KEYS = (str, bytes, bool, type(None), Global, Instance)
 _CORRUPT = (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error)
 
 
@@ -142,9 +142,9 @@ def _run(  # noqa: C901 one table of opcodes
         known = names.get((module, name))
         if known is None:
             if not allow(module, name):
+                shown = "".join(c if c.isprintable() else "?" for c in f"{module}.{name}"[:120])
                 raise _Refused(
-                    f"calls {module[:80]}.{name[:80]}, which no checkpoint needs; "
-                    "do not load it with torch either"
+                    f"calls {shown}, which no checkpoint needs; do not load it with torch either"
                 )
             known = names[module, name] = Global(module, name)
         return known
@@ -183,7 +183,10 @@ def _run(  # noqa: C901 one table of opcodes
                 raise ValueError
             spend()
             if of.name == "Size" and of.module == "torch":  # a tuple, and the most frequent
-                push(tuple(args[0]) if args else ())
+                (shape,) = args
+                if type(shape) is not tuple:  # never a copy: of a long list it would cost much
+                    raise ValueError
+                push(shape)
             else:
                 push(Instance(of, args, new=op == 0x81))
         elif op == 0x62:  # BUILD
@@ -201,17 +204,14 @@ def _run(  # noqa: C901 one table of opcodes
                 values = stack[-2:]
                 del stack[-2:]
             target = stack[-1]
-            pairs = zip(values[::2], values[1::2], strict=True)
+            pairs = list(zip(values[::2], values[1::2], strict=True))
+            for key, _ in pairs:
+                if type(key) is not str and not is_key(key):
+                    raise _Refused(f"has a {type(key).__name__} as a key; no checkpoint needs that")
             if type(target) is dict:
-                for key, value in pairs:
-                    if type(key) is str:
-                        target[key] = value
-                    elif fold is not None and type(key) is Instance:
-                        key, value = fold(key, value)
-                        target[key] = value
-                    else:
-                        _check_key(key)
-                        target[key] = value
+                if fold is not None and pairs and type(pairs[0][0]) is Instance:
+                    pairs = [fold(key, value) for key, value in pairs]
+                target.update(pairs)
             elif type(target) is Instance:
                 target.add(pairs)
             else:
@@ -306,10 +306,10 @@ def _run(  # noqa: C901 one table of opcodes
             )
 
 
-def _check_key(key: Any) -> None:
-    """Refuses keys whose hash walks a structure (nested tuples can make that take for ever)."""
-    if type(key) is tuple:
-        if not all(type(part) in _ATOMS for part in key):
-            raise _Refused("has a nested tuple as a key; no checkpoint needs that")
-    elif type(key) not in _ATOMS:
-        raise ValueError
+def is_key(key: Any) -> bool:
+    """Whether a value may be a key: none whose hash a file could make slow or collide.
+
+    Strings are hashed with a secret; small integers hash to themselves. Tuples and large
+    integers can be made to collide by the thousand, and a nested tuple to take for ever.
+    """
+    return type(key) in _KEYS or (type(key) is int and -(1 << 60) < key < 1 << 60)

@@ -20,7 +20,9 @@ from mtpconv.store.torch_names import STORAGES, TORCH_DTYPES, allow_tensor
 from mtpconv.store.zips import Archive
 from mtpconv.tensors import Shape
 
-_MAX_HEAD = 64 << 10
+#: Bytes of a tensor's pickle (300 as a rule, 1,000 with 64 axes) and files in its archive.
+_MAX_HEAD = 4 << 10
+_MAX_ENTRIES = 64
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 
 
@@ -58,7 +60,7 @@ class RecordReader:
         Raises: UnreadableError if it is damaged or names code; UnsupportedError if it is sound
             but not a little-endian contiguous tensor of a known dtype.
         """
-        archive = Archive(fd, offset, length, where)
+        archive = Archive(fd, offset, length, where, _MAX_ENTRIES)
         head = archive.content("data.pkl", _MAX_HEAD)
         if head is None:
             raise UnreadableError(f"{where} has no data.pkl; the file is corrupt, copy it again")
@@ -70,7 +72,7 @@ class RecordReader:
         stored = self._seen.get(head)
         if stored is None:
             stored = read_tensor_pickle(head, where)
-            if len(self._seen) < 4096 and len(head) <= 1024:
+            if len(self._seen) < 4096:
                 self._seen[head] = stored
         entry = archive.entries.get(f"data/{stored.storage}")
         if entry is None or entry.size != stored.storage_bytes:

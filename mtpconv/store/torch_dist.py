@@ -202,7 +202,10 @@ class TorchDistCheckpoint:
             try:
                 size = (self.folder / file).stat().st_size
             except OSError as error:
-                message = f"{file} is named in .metadata and cannot be read: {error.strerror}"
+                message = (
+                    f"{file} is named in .metadata and cannot be read: {error.strerror}; "
+                    "copy the checkpoint again"
+                )
             else:
                 if size >= needed:
                     continue

@@ -40,26 +40,32 @@ class Archive:
     Raises: UnreadableError, naming `where`, if it is not what `torch.save` writes.
     """
 
-    __slots__ = ("_fd", "_head", "_length", "_offset", "_tail", "_where", "entries", "root")
+    __slots__ = ("_fd", "_head", "_length", "_offset", "_tail", "_where", "entries")
 
-    def __init__(self, fd: int, offset: int, length: int, where: str) -> None:
+    def __init__(self, fd: int, offset: int, length: int, where: str, max_entries: int) -> None:
         self._fd = fd
         self._offset = offset
         self._length = length
         self._where = where
         self._head = b""
         if length <= _HEAD + _TAIL:
-            self._tail = os.pread(fd, max(length, 0), offset)
+            self._tail = self._pread(0, length)
         else:
-            self._tail = os.pread(fd, _TAIL, offset + length - _TAIL)
-            self._head = os.pread(fd, _HEAD, offset)
+            self._tail = self._pread(length - _TAIL, _TAIL)
+            self._head = self._pread(0, _HEAD)
         try:
-            self.entries, self.root = self._directory()
+            self.entries = self._directory(max_entries)
         except (struct.error, UnicodeDecodeError):
             raise self._bad("is cut short") from None
 
     def _bad(self, what: str) -> UnreadableError:
         return UnreadableError(f"{self._where} {what}; the file is corrupt, copy it again")
+
+    def _pread(self, start: int, size: int) -> bytes:
+        try:
+            return os.pread(self._fd, size, self._offset + start)
+        except (OSError, OverflowError) as error:
+            raise self._bad(f"cannot be read ({error})") from None
 
     def read(self, start: int, size: int) -> bytes:
         """Bytes of the archive; fewer than asked for only if the file is shorter.
@@ -73,7 +79,7 @@ class Archive:
         tail = start - (self._length - len(self._tail))
         if tail >= 0:
             return self._tail[tail : tail + size]
-        return os.pread(self._fd, size, self._offset + start)
+        return self._pread(start, size)
 
     def _end(self) -> tuple[int, int, int]:
         """Number of entries, start of the directory, and where it must end."""
@@ -94,10 +100,12 @@ class Archive:
             raise self._bad("has a directory that contradicts itself")
         return count, start, at
 
-    def _directory(self) -> tuple[dict[str, Entry], str]:
+    def _directory(self, max_entries: int) -> dict[str, Entry]:
         count, start, end = self._end()
         if count == 0 or count > (end - start) // _CENTRAL.size:
             raise self._bad("has a directory that contradicts itself")
+        if count > max_entries:
+            raise self._bad(f"holds {count:,} files, more than {max_entries:,}")
         data = self.read(start, end - start)
         entries: dict[str, Entry] = {}
         root = None
@@ -127,8 +135,7 @@ class Archive:
             if folder != root or tail in entries:
                 raise self._bad(f"holds {name[:80]!r}, which torch.save does not write")
             entries[tail] = Entry(body, size)
-        assert root is not None
-        return entries, root
+        return entries
 
     def _wide(self, extra: bytes, *narrow: int) -> tuple[int, int, int]:
         """Sizes and offset of an entry, those that did not fit taken from its zip64 field."""

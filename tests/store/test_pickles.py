@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import gc
 import os
 import pickle
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtpconv.errors import UnreadableError
@@ -38,7 +39,7 @@ values = st.recursive(
     lambda parts: (
         st.lists(parts, max_size=5)
         | st.lists(parts, max_size=5).map(tuple)
-        | st.dictionaries(texts | st.integers(), parts, max_size=4)
+        | st.dictionaries(texts | st.integers(-99, 99), parts, max_size=4)
     ),
     max_leaves=30,
 )
@@ -205,6 +206,24 @@ def test_random_bytes_are_refused_or_read(data: bytes) -> None:
         load_pickle(b"\x80\x04" + data, "x", allow_object)
 
 
+OPCODES = [
+    b"N", b"\x88", b"K\x01", b"M\x01\x02", b"J\1\2\3\4", b"\x8a\x01\x05", b"G" + bytes(8), b"(",
+    b"}", b"]", b")", b"t", b"\x85", b"\x86", b"\x87", b"u", b"s", b"e", b"a", b"b", b"R", b"\x81",
+    b"q\x00", b"q\x01", b"h\x00", b"h\x01", b"\x94", b"\x93", b"Q", b"C\x01x", b"\x95" + bytes(8),
+    b"X\x01\0\0\0a", b"\x8c\x03set", b"\x8c\x08builtins", b"ctorch\nSize\n",
+    b"cargparse\nNamespace\n", b"ccollections\nOrderedDict\n",
+]  # fmt: skip
+
+
+@settings(max_examples=400)
+@given(st.lists(st.sampled_from(OPCODES), max_size=40))
+def test_any_sequence_of_opcodes_gives_a_value_or_a_documented_error(ops: list[bytes]) -> None:
+    with suppress(UnreadableError):
+        plain(load_pickle(b"".join([b"\x80\x02", *ops, b"."]), "x", allow_object), "x")
+    with suppress(UnreadableError):
+        load_pickle(b"".join([b"\x80\x02(", *ops, b"t."]), "x", anything, persistent=True)
+
+
 @given(st.data())
 def test_a_changed_byte_gives_a_value_or_a_documented_error(data: st.DataObject) -> None:
     good = bytearray(pickle.dumps([argparse.Namespace(a=(1, 2), b={"c": 1.5})], 2))
@@ -226,9 +245,22 @@ def test_a_key_whose_hash_takes_for_ever_is_refused() -> None:
         b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(60)
     )
     started = time.monotonic()
-    with pytest.raises(UnreadableError, match="nested tuple as a key"):
+    with pytest.raises(UnreadableError, match="has a tuple as a key"):
         load_pickle(doubled + b"Ns.", "x", nothing)
     assert time.monotonic() - started < 5
+
+
+def test_keys_that_collide_by_the_thousand_are_refused() -> None:
+    modulus = (1 << 61) - 1  # of Python's hash of integers
+    many = dict.fromkeys(n * modulus for n in range(1, 50))
+    with pytest.raises(UnreadableError, match="has a int as a key"):
+        load_pickle(pickle.dumps(many), "x", nothing)
+    for key in (1.5, (1, 2), (1 << 60)):
+        with pytest.raises(UnreadableError, match="as a key; no checkpoint"):
+            load_pickle(pickle.dumps({key: 1}), "x", nothing)
+        ordered = collections.OrderedDict([(key, 1)])
+        with pytest.raises(UnreadableError, match="as a key; no checkpoint"):
+            load_pickle(pickle.dumps(ordered, 2), "x", allow_object)
 
 
 def test_shared_parts_do_not_grow_without_bound() -> None:
@@ -254,6 +286,14 @@ def test_many_empty_containers_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         load_pickle(b"\x80\x02(" + b"}" * 1001 + b"t.", "x", nothing)
 
 
+def test_a_size_is_not_copied_and_takes_a_tuple_only() -> None:
+    one = b"\x80\x02ctorch\nSize\n(K\x01K\x02t\x85R."
+    assert load_pickle(one, "x", allow_metadata) == (1, 2)
+    for wrong in (b"](K\x01e\x85", b")", b"K\x01\x85", b"))\x86"):
+        with pytest.raises(UnreadableError):
+            load_pickle(b"\x80\x02ctorch\nSize\n" + wrong + b"R.", "x", allow_metadata)
+
+
 def test_a_huge_integer_is_refused() -> None:
     data = b"\x80\x02\x8b" + struct.pack("<I", 5000) + b"\x01" * 5000 + b"."
     with pytest.raises(UnreadableError, match="integer of 5000 bytes"):
@@ -276,7 +316,7 @@ def test_the_garbage_collector_is_as_before_even_after_an_error() -> None:
 def test_namespaces_and_mappings_become_dicts_and_other_objects_stay() -> None:
     state = {
         "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.95), path=Path("/x")),
-        "ordered": __import__("collections").OrderedDict(a=1),
+        "ordered": collections.OrderedDict(a=1),
     }
     tree = plain(load_pickle(pickle.dumps(state, 2), "x", allow_object), "x")
     assert tree["ordered"] == {"a": 1}
@@ -291,3 +331,13 @@ def test_a_damaged_mapping_is_refused() -> None:
     value.add([1, 2])
     with pytest.raises(UnreadableError, match="damaged mapping"):
         objects.plain([value], "x")
+    value.items = [((1, 2), 3)]
+    with pytest.raises(UnreadableError, match="damaged mapping"):
+        objects.plain([value], "x")
+
+
+def test_a_name_with_line_breaks_stays_in_one_line() -> None:
+    data = b"\x80\x04\x8c\x03a\nb\x8c\x04c\x1b[1\x93."
+    with pytest.raises(UnreadableError, match=r"^x calls a\?b\.c\?\[1, which") as caught:
+        load_pickle(data, "x", allow_object)
+    assert "\n" not in str(caught.value)

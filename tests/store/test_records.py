@@ -250,7 +250,7 @@ PICKLE = pickle_of("BF16", (3, 5))
         (b"\x80\x02ctorch\nload\n)R.", "calls torch.load"),
         (b"\x80\x02N.", "not a plain tensor"),
         (b"", "not a whole pickle"),
-        (b"N" * 70_000, "holds data.pkl of 70,000 bytes"),
+        (b"N" * 5000, "holds data.pkl of 5,000 bytes"),
     ],
 )
 def test_a_lying_pickle_is_refused(tmp_path: Path, pickled: bytes, message: str) -> None:
@@ -292,6 +292,23 @@ def test_a_directory_of_a_million_entries_costs_nothing(tmp_path: Path) -> None:
     end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 0xFFFE, 0xFFFE, 46, len(GOOD), 0)
     with pytest.raises(UnreadableError, match="contradicts itself"):
         locate(tmp_path, GOOD + b"\0" * 46 + end)
+
+
+def test_an_archive_of_many_files_is_refused(tmp_path: Path) -> None:
+    out = io.BytesIO(GOOD)
+    with zipfile.ZipFile(out, "a") as archive:
+        for n in range(70):
+            archive.writestr(f"archive/{n}", b"")
+    with pytest.raises(UnreadableError, match="holds 74 files, more than 64"):
+        locate(tmp_path, out.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"), [(1 << 62, 1 << 62), ((1 << 63) - 1, 9), (0, 1 << 62)]
+)
+def test_places_that_no_file_has_are_damage(tmp_path: Path, offset: int, length: int) -> None:
+    with on_disk(tmp_path, GOOD) as fd, pytest.raises(UnreadableError, match=r"^x "):
+        RecordReader().locate(fd, offset, length, "x")
 
 
 # --- objects -----------------------------------------------------------------------------------
