@@ -28,6 +28,13 @@ TINY: Mapping[str, int] = {
     "num_attention_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 4, "v_head_dim": 4, "index_n_heads": 2, "index_head_dim": 8,
     "qk_head_dim": 8, "num_key_value_heads": 2, "head_dim": 4,
+    "moe_shared_expert_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+    "share_expert_dim": 8, "expert_ffn_hidden_size": 8, "ffn_hidden_size": 24,
+    "moe_latent_size": 8, "num_attention_groups": 2, "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4, "swa_head_dim": 4, "swa_v_head_dim": 2,
+    "mamba_num_heads": 4, "mamba_head_dim": 4, "n_groups": 2, "ssm_state_size": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4, "o_groups": 2, "o_lora_rank": 4, "hc_mult": 2,
 }  # fmt: skip
 
 
@@ -82,7 +89,7 @@ def tensor_bytes(name: str, spec: TensorSpec, seed: int) -> bytes:
     """Bytes of one tensor: finite values, a function of name, dtype, shape and seed alone."""
     raw = blake3(f"{seed} {name} {spec.dtype} {spec.shape}".encode()).digest(spec.nbytes)
     if spec.dtype in ("BF16", "F32", "F16"):
-        return _finite(raw, spec.dtype, norm="norm" in name.rsplit(".", 2)[-2]).tobytes()
+        return _finite(raw, spec.dtype, norm="norm" in name.rsplit(".", 2)[-2:][0]).tobytes()
     if spec.dtype == "F8_E4M3":
         words = np.frombuffer(raw, "u1")
         return np.where(words & 0x7F == 0x7F, words ^ 1, words).astype("u1").tobytes()
