@@ -45,20 +45,21 @@ def find_excuses(
     `found` is not changed; callers turn the findings of these names into notes.
     """
     out: dict[str, str] = {}
-    if options.read_bytes:
-        try:
-            out.update(_tied_heads(found, before, after, options, regions))
-            if "copies" in options.allow:
-                out.update(_copies(found, before, after, regions))
-            if "upcast" in options.allow:
-                out.update(_upcasts(found, before, after))
-            if "expert-layout" in options.allow:
-                out.update(same_experts(found, before, after))
-            if "vocab-padding" in options.allow:
-                out.update(_padding(found, before, after, regions))
-        except SideError:
-            # The unreadable file is an error of its own; what depends on it stays strict.
+    try:
+        out.update(_tied_heads(found, before, after, options, regions))
+        if "copies" in options.allow:
+            out.update(_copies(found, before, after, options, regions))
+        if not options.read_bytes:
             return out
+        if "upcast" in options.allow:
+            out.update(_upcasts(found, before, after))
+        if "expert-layout" in options.allow:
+            out.update(same_experts(found, before, after))
+        if "vocab-padding" in options.allow:
+            out.update(_padding(found, before, after, regions))
+    except SideError:
+        # The unreadable file is an error of its own; what depends on it stays strict.
+        return out
     return out
 
 
@@ -127,22 +128,35 @@ def _tied_heads(
         if not said and "tied-heads" not in options.allow:
             continue
         embedding = root_embedding(holder, regions)
-        if embedding and _repeats(found, holder, name, embedding):
-            yield name, f"{what}; identical to tied {embedding}"
+        if embedding and _repeats(found, holder, name, embedding, options):
+            how = "identical to" if options.read_bytes else "shaped like (bytes not read)"
+            yield name, f"{what}; {how} tied {embedding}"
 
 
 def _copies(
-    found: Differences, before: Subject, after: Subject, regions: dict[str, Region]
+    found: Differences,
+    before: Subject,
+    after: Subject,
+    options: Options,
+    regions: dict[str, Region],
 ) -> Iterator[tuple[str, str]]:
     for name, holder, what in _one_sided(found, before, after):
         root = copy_of(holder, name, regions)
-        if root and _repeats(found, holder, name, root):
-            yield name, f"{what}; identical to {root}, allowed by the switch copies"
+        if root and _repeats(found, holder, name, root, options):
+            how = "identical to" if options.read_bytes else "shaped like (bytes not read)"
+            yield name, f"{what}; {how} {root}, allowed by the switch copies"
 
 
-def _repeats(found: Differences, holder: Subject, name: str, root: str) -> bool:
-    """Whether `name` repeats `root`, and `root` itself is the same on both sides."""
-    if root not in found.same or holder.tensors[name] != holder.tensors[root]:
+def _repeats(found: Differences, holder: Subject, name: str, root: str, options: Options) -> bool:
+    """Whether `name` repeats `root`, and `root` itself is the same on both sides.
+
+    At tier L0 the bytes are not looked at, here as everywhere.
+    """
+    if holder.tensors[name] != holder.tensors[root]:
+        return False
+    if not options.read_bytes:
+        return root in found.not_read
+    if root not in found.same:
         return False
     with Files() as left, Files() as right:
         return same_bytes(holder, name, holder, root, left, right)

@@ -30,7 +30,7 @@ SWITCHES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Read `take` of every `of` tensors of root and trunk; MTP tensors are always read."""
+    """Read `take` of every `of` tensors of the trunk; root and MTP are always read."""
 
     take: int
     of: int
