@@ -60,10 +60,21 @@ class TorchDistWriter:
     reserved. Nothing is readable before `.metadata` is written.
     """
 
-    def __init__(self, folder: Path, rank: int = 0, *, file_limit: int = FILE_LIMIT) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int = 0,
+        *,
+        first: int = 0,
+        file_limit: int = FILE_LIMIT,
+        existing: bool = False,
+    ) -> None:
+        """`first` numbers the first file; `existing` files are opened, not created."""
         self.folder = folder
         self.rank = rank
+        self._first = first
         self._limit = file_limit
+        self._flags = os.O_RDWR if existing else _NEW
         self._lock = threading.Lock()
         self._files: list[tuple[Path, int]] = []
         self._end = 0
@@ -98,8 +109,8 @@ class TorchDistWriter:
         """
         prefix, suffix = reservation.frame.sealed(crc)
         start = reservation.start
-        _write_at(reservation.fd, reservation.file, start - len(prefix), prefix)
-        _write_at(reservation.fd, reservation.file, start + reservation.nbytes, suffix)
+        write_at(reservation.fd, reservation.file, start - len(prefix), prefix)
+        write_at(reservation.fd, reservation.file, start + reservation.nbytes, suffix)
 
     def write(self, key: str, spec: TensorSpec, box: Box, blocks: Iterable[Any]) -> None:
         """Write a box of the tensor `key` from blocks of bytes, in C order.
@@ -118,7 +129,7 @@ class TorchDistWriter:
             if room.nbytes <= _SMALL:
                 small.append(bytes(view))
             else:
-                _write_at(room.fd, room.file, at, view)
+                write_at(room.fd, room.file, at, view)
             at += len(view)
         if at != room.start + room.nbytes:
             raise WriteError(
@@ -128,7 +139,7 @@ class TorchDistWriter:
         if room.nbytes <= _SMALL:
             prefix, suffix = room.frame.sealed(crc)
             record = b"".join((prefix, *small, suffix))
-            _write_at(room.fd, room.file, room.start - len(prefix), record)
+            write_at(room.fd, room.file, room.start - len(prefix), record)
         else:
             self.commit(room, crc)
 
@@ -137,9 +148,27 @@ class TorchDistWriter:
 
         Raises: WriteError; TypeError for values that `PickleWriter.save` does not know.
         """
+        self.write_objects((key,), value)
+
+    def write_objects(self, keys: Iterable[str], value: Any) -> None:
+        """Write a bytes entry with the same value for each key, many of them at once.
+
+        Raises: as `write_object`.
+        """
         record = object_record(value)
-        fd, file, offset = self._place(key, len(record), None, (), Box((), ()))
-        _write_at(fd, file, offset, record)
+        padded = record + bytes(-len(record) % ALIGNMENT)
+        together: list[tuple[int, Path, int]] = []
+        for key in keys:
+            place = self._place(key, len(record), None, (), Box((), ()))
+            if together:
+                fd, file, at = together[-1]
+                full = len(together) * len(padded) >= _SMALL
+                if full or place != (fd, file, at + len(padded)):
+                    write_at(*together[0], padded * (len(together) - 1) + record)
+                    together = []
+            together.append(place)
+        if together:
+            write_at(*together[0], padded * (len(together) - 1) + record)
 
     def close(self) -> tuple[Written, ...]:
         """Bring everything to disk and say what was written.
@@ -168,9 +197,10 @@ class TorchDistWriter:
         """Reserve the next `length` bytes for a record and remember it."""
         with self._lock:
             if not self._files or self._end >= self._limit:
-                file = self.folder / f"__{self.rank}_{len(self._files)}.distcp"
+                number = self._first + len(self._files)
+                file = self.folder / f"__{self.rank}_{number}.distcp"
                 try:
-                    self._files.append((file, os.open(file, _NEW, 0o644)))
+                    self._files.append((file, os.open(file, self._flags, 0o644)))
                 except OSError as error:
                     raise _failed(file, error) from None
                 self._end = 0
@@ -186,7 +216,11 @@ class TorchDistWriter:
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
-def _write_at(fd: int, file: Path, offset: int, data: bytes | memoryview) -> None:
+def write_at(fd: int, file: Path, offset: int, data: bytes | memoryview) -> None:
+    """Write a whole block into an open file.
+
+    Raises: WriteError.
+    """
     try:
         done = os.pwrite(fd, data, offset)
         while done < len(data):  # more than 2 GiB at once, or a signal
@@ -212,7 +246,7 @@ def write_file(file: Path, data: bytes) -> None:
     except OSError as error:
         raise _failed(file, error) from None
     try:
-        _write_at(fd, file, 0, data)
+        write_at(fd, file, 0, data)
         os.fsync(fd)
     except OSError as error:
         raise _failed(file, error) from None
