@@ -204,10 +204,11 @@ def synth(
 @app.command()
 def audit(
     before: Annotated[
-        Path, typer.Argument(help="The reference, or the only checkpoint if AFTER is left out.")
+        str, typer.Argument(help="The reference, or the only checkpoint if AFTER is left out.")
     ],
     after: Annotated[
-        Path | None, typer.Argument(help="What is to be trusted: folder or saved manifest.")
+        str | None,
+        typer.Argument(help="What is to be trusted: folder, saved manifest, or a URL (L0)."),
     ] = None,
     form: Annotated[
         str,
@@ -229,7 +230,7 @@ def audit(
         str, typer.Option(help="bytes, or structure after training (values may differ).")
     ] = "bytes",
     base: Annotated[
-        Path | None, typer.Option(help="Checkpoint that AFTER was trained from: finds stale MTP.")
+        str | None, typer.Option(help="Checkpoint that AFTER was trained from: finds stale MTP.")
     ] = None,
     profile: Annotated[
         str | None, typer.Option(help="What vllm, sglang or transformers would do with it.")
@@ -259,7 +260,8 @@ def audit(
 ) -> None:
     """Compare two checkpoints byte for byte, or one with its own config; MTP above all.
 
-    HuggingFace against Megatron goes through the mapping table; nothing is converted.
+    HuggingFace against Megatron goes through the mapping table; nothing is converted. Of
+    hf://ORG/MODEL, https:// and s3:// only config, index and headers are read.
     """
     from mtpconv.cli.audit import run_audit
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import typer
@@ -15,6 +18,7 @@ from mtpconv.audit.audit import audit
 from mtpconv.audit.finding import Report, Tier
 from mtpconv.audit.options import Options, Profile, Sample
 from mtpconv.audit.sides import Sides, open_any, open_sides
+from mtpconv.audit.subject import Subject
 from mtpconv.audit.waivers import read_waivers
 from mtpconv.cli.terminal import make_progress
 from mtpconv.errors import UsageError
@@ -22,15 +26,16 @@ from mtpconv.progress import Progress
 from mtpconv.report import FORMATS, attest, github, parse_targets, text, write_file, write_reports
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.manifest import hash_files, manifest_text, take_manifest, write_manifest
+from mtpconv.store.remote import is_remote, mirror_headers
 
 EXIT = {"pass": 0, "fail": 1, "error": 3}
 
 
 def run_audit(
-    before: Path | None,
-    after: Path,
+    before: str | None,
+    after: str,
     *,
-    base: Path | None = None,
+    base: str | None = None,
     mapping: Path | None = None,
     report: Sequence[str] = (),
     form: str = "text",
@@ -47,8 +52,13 @@ def run_audit(
     if attestation is not None and manifest is None:
         raise UsageError("--attest needs --manifest: the statement names the manifest it is about")
     chosen = make_options(**options)
-    sides = open_sides(before, after, base=base, mapping=mapping)
-    done = run_with_progress(sides, chosen, make_progress(quiet))
+    with ExitStack() as stack:
+        sides = _open(stack, before, after, base, mapping)
+        afar = [t for t in (before, after, base) if t is not None and is_remote(t)]
+        if afar and chosen.read_bytes:
+            chosen = replace(chosen, read_bytes=False)
+            typer.echo(f"mtpconv: of {afar[0]} only headers are read: tier L0", err=True)
+        done = run_with_progress(sides, chosen, make_progress(quiet))
     if targets:
         write_reports(done, report)
     if attestation is not None and manifest is not None:
@@ -58,6 +68,32 @@ def run_audit(
         )
     _show(done, form, verbose=verbose, quiet=quiet)
     raise typer.Exit(EXIT[done.verdict])
+
+
+def _open(
+    stack: ExitStack, before: str | None, after: str, base: str | None, mapping: Path | None
+) -> Sides:
+    """The sides; of a URL a mirror of its headers, under the name that the user gave."""
+
+    def local(text: str | None) -> Path | None:
+        if text is None or not is_remote(text):
+            return None if text is None else Path(text)
+        place = stack.enter_context(TemporaryDirectory(prefix="mtpconv-headers-"))
+        return mirror_headers(text, Path(place))
+
+    def named(subject: Subject | None, text: str | None) -> Subject | None:
+        if subject is None or text is None or not is_remote(text):
+            return subject
+        return replace(subject, path=text)
+
+    paths = [local(text) for text in (before, after, base)]
+    assert paths[1] is not None
+    sides = open_sides(paths[0], paths[1], base=paths[2], mapping=mapping)
+    return Sides(
+        named(sides.before, before),
+        named(sides.after, after) or sides.after,
+        named(sides.base, base),
+    )
 
 
 def run_with_progress(sides: Sides, options: Options, progress: Progress) -> Report:

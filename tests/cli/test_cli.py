@@ -202,3 +202,21 @@ def test_light_commands_import_nothing_heavy(tmp_path: Path) -> None:
     words = [sys.executable, "-c", script]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_checkpoint_far_away_is_audited_by_its_headers(run: Run, tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    hf = make_hf(tmp_path / "hf", config(), shards=3)
+    memory = fsspec.filesystem("memory")
+    for path in hf.iterdir():
+        memory.pipe(f"/hub/model/{path.name}", path.read_bytes())
+    said = run("audit", "memory://hub/model")
+    assert said.code == 0
+    assert "memory://hub/model" in said.out
+    assert "only headers are read" in one_line(said)
+    assert run("audit", hf, "memory://hub/model", "-q").code == 0
+    assert run("audit", hf, "memory://hub/model", "-q", "--require", "L2").code == 3
+    memory.rm(f"/hub/model/{sorted(p.name for p in hf.glob('*.safetensors'))[0]}")
+    said = run("audit", "memory://hub/model")
+    assert said.code == 1
+    assert "F02" in said.out

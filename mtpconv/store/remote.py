@@ -1,0 +1,203 @@
+"""Headers from afar: what an audit at tier L0 needs of a checkpoint that is not on this machine.
+
+config.json, the index and the header of every shard are fetched, two ranged requests a shard,
+into a folder of sparse files that have the size of the originals. Everything that reads local
+folders then works on it; there are just no tensor bytes, and nobody may ask for them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+from urllib.parse import quote, urlsplit
+
+from mtpconv.errors import UnreadableError, UnsupportedError
+from mtpconv.store.hf_index import INDEX_NAME, outside
+from mtpconv.store.json_text import parse_json
+
+#: Units: bytes. As the safetensors library limits a header.
+_HEADER_LIMIT = 100_000_000
+_SMALL_LIMIT = 256 << 20
+_WORKERS = 8
+_TIMEOUT = 60.0
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://.")
+
+
+def is_remote(text: str) -> bool:
+    """Whether a word of the command line names something that is not on this machine."""
+    return _SCHEME.match(text) is not None
+
+
+class Remote(Protocol):
+    """Read access to the files of one checkpoint somewhere else."""
+
+    def read(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
+        """Up to `length` bytes from `start` and the size of the whole file; None if absent."""
+
+    def names(self) -> Sequence[str] | None:
+        """Names of all files; None where there is no listing."""
+
+
+def open_remote(url: str) -> Remote:
+    """The files below a URL: hf://, http(s)://, or any other scheme that fsspec knows.
+
+    Raises: UnsupportedError if the scheme needs a package that is not installed.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme in ("http", "https"):
+        return _Http(url.rstrip("/"))
+    if scheme == "hf":
+        found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?/?", url)
+        if found is None:
+            raise UnreadableError(
+                f"{url}: must look like hf://ORG/MODEL or hf://ORG/MODEL@REVISION"
+            )
+        hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+        revision = quote(found[2] or "main", safe="")
+        return _Http(f"{hub}/{found[1]}/resolve/{revision}", os.environ.get("HF_TOKEN"))
+    return _Fsspec(url)
+
+
+def mirror_headers(url: str, folder: Path) -> Path:
+    """Fetch config, index and headers of a checkpoint into `folder`, shards as sparse files.
+
+    Raises: UnreadableError if it cannot be reached or holds no safetensors checkpoint.
+    """
+    remote = open_remote(url)
+    index = _fetch(remote, url, INDEX_NAME, folder)
+    _fetch(remote, url, "config.json", folder)
+    listed = remote.names()
+    shards = {n for n in listed or () if n.endswith(".safetensors") and "/" not in n}
+    if index is not None:
+        value = parse_json(index, folder / INDEX_NAME).value
+        weights = value.get("weight_map") if isinstance(value, Mapping) else None
+        named = weights.values() if isinstance(weights, Mapping) else ()
+        shards |= {n for n in named if isinstance(n, str) and not outside(n)}
+    elif not shards:
+        shards = {"model.safetensors"}
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        there = list(pool.map(lambda n: _mirror_shard(remote, url, n, folder), sorted(shards)))
+    if index is None and not any(there):
+        raise UnreadableError(f"{url}: neither {INDEX_NAME} nor model.safetensors is there")
+    return folder
+
+
+def _fetch(remote: Remote, url: str, name: str, folder: Path) -> bytes | None:
+    found = remote.read(name, 0, _SMALL_LIMIT + 1)
+    if found is None:
+        return None
+    data, size = found
+    if size > _SMALL_LIMIT or len(data) != size:
+        raise UnreadableError(f"{url}/{name}: {len(data):,} of {size:,} bytes came; try again")
+    (folder / name).write_bytes(data)
+    return data
+
+
+def _mirror_shard(remote: Remote, url: str, name: str, folder: Path) -> bool:
+    first = remote.read(name, 0, 8)
+    if first is None:
+        return False
+    start, size = first
+    length = int.from_bytes(start, "little") if len(start) == 8 else 0
+    # A length that cannot be is left to the reader of local files, which says what is wrong.
+    rest = b""
+    if length <= min(_HEADER_LIMIT, size - 8) and length:
+        found = remote.read(name, 8, length)
+        rest = found[0] if found is not None else b""
+        if len(rest) != length:
+            raise UnreadableError(f"{url}/{name}: the header came short; try again")
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(start + rest)
+        file.truncate(size)
+    return True
+
+
+class _Http:
+    """Files below an http(s) URL; servers that ignore ranges are read no further than needed."""
+
+    def __init__(self, base: str, token: str | None = None) -> None:
+        self._base = base
+        self._token = token
+
+    def names(self) -> None:
+        """HTTP has no listing."""
+
+    def read(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
+        """See `Remote.read`."""
+        url = f"{self._base}/{quote(name)}"
+        request = urllib.request.Request(url, headers={"Accept-Encoding": "identity"})  # noqa: S310
+        request.add_header("Range", f"bytes={start}-{start + length - 1}")
+        if self._token:
+            # Not forwarded when the hub redirects to its storage: that host needs no token.
+            request.add_unredirected_header("Authorization", f"Bearer {self._token}")
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:  # noqa: S310
+                return _answered(answer, start, length, url)
+        except urllib.error.HTTPError as error:
+            if error.code in (404, 410):
+                return None
+            if error.code == 416:  # an empty file has no first byte
+                return b"", 0
+            raise UnreadableError(f"{url}: the server says {error.code} {error.reason}") from error
+        except (OSError, ValueError) as error:
+            raise UnreadableError(f"{url}: cannot be reached: {error}") from error
+
+
+def _answered(answer: Any, start: int, length: int, url: str) -> tuple[bytes, int]:
+    if answer.status == 206:
+        total = re.fullmatch(r"bytes \d+-\d+/(\d+)", answer.headers.get("Content-Range", ""))
+        if total is None:
+            raise UnreadableError(f"{url}: the server does not say how large the file is")
+        return answer.read(length), int(total[1])
+    size = answer.headers.get("Content-Length")
+    if size is None or not size.isdecimal():
+        raise UnreadableError(f"{url}: the server does not say how large the file is")
+    skipped = len(answer.read(start))
+    return (answer.read(length) if skipped == start else b""), int(size)
+
+
+class _Fsspec:
+    """Files below a URL that fsspec opens."""
+
+    def __init__(self, url: str) -> None:
+        scheme = urlsplit(url).scheme
+        try:
+            import fsspec
+        except ImportError as error:
+            raise UnsupportedError(f"{url}: needs fsspec; pip install 'mtpconv[remote]'") from error
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url.rstrip("/"))
+        except (ImportError, ValueError) as error:
+            raise UnsupportedError(f"{url}: fsspec cannot open {scheme}://: {error}") from error
+
+    def names(self) -> Sequence[str]:
+        """Names of the files in the folder."""
+        try:
+            entries = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError as error:
+            raise UnreadableError(f"{self._root}: is not there") from error
+        except OSError as error:
+            raise UnreadableError(f"{self._root}: cannot be listed: {error}") from error
+        return [PurePosixPath(e["name"]).name for e in entries if e["type"] == "file"]
+
+    def read(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
+        """See `Remote.read`."""
+        path = f"{self._root}/{name}"
+        try:
+            size = int(self._fs.info(path)["size"])
+            if start >= size:
+                return b"", size
+            return self._fs.cat_file(path, start=start, end=min(start + length, size)), size
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UnreadableError(f"{path}: cannot be read: {error}") from error
