@@ -73,9 +73,9 @@ def _case(case: Case) -> Iterator[str]:
     yield f'<testcase classname="{_attribute(group)}" name="{_attribute(case.rule)}" time="0">'
     tag = {"failed": "failure", "error": "error"}.get(case.outcome)
     text = "\n".join(_text(case))
-    if tag is None:
-        yield f"<system-out>{xml(text)}</system-out>" if text else ""
-    else:
+    if tag is None and text:
+        yield f"<system-out>{xml(text)}</system-out>"
+    elif tag is not None:
         attributes = f'type="{_attribute(case.rule)}" message="{_attribute(case.summary)}"'
         yield f"<{tag} {attributes}>{xml(text)}</{tag}>"
     yield "</testcase>"

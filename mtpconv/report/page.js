@@ -13,7 +13,7 @@
     not_read: ["?", "unseen"], not_compared: ["?", "unseen"],
     zero_tensor: ["0", "differs"], not_finite: ["N", "differs"], constant_tensor: ["C", "differs"],
     fresh_init: ["F", "differs"], stale_mtp: ["~", "differs"], same_as_trunk: ["T", "differs"],
-    narrowed: ["<", "differs"], mtp_unchanged: ["U", "differs"], mtp_orphan: ["O", "added"],
+    narrowed: ["<", "differs"], mtp_unchanged: ["U", "differs"], mtp_orphan: ["P", "added"],
   };
   const used = new Set(Object.values(KNOWN).map((entry) => entry[0]));
   const looks = states.map((state) => {
