@@ -20,6 +20,8 @@ from pathlib import Path
 _COMMENT = re.compile(r"<!--\s*(skip|setup):(.*?)-->\s*\Z", re.DOTALL)
 _FENCE = re.compile(r"( *)(`{3,}|~{3,}) *([\w+-]*)")
 _OURS = re.compile(r"(\$ +)?(mtpconv|make) ")
+#: Commands that .ci/run runs itself, and that would run this file again from inside a test.
+_OF_CI = ("make test", "make test-slow", "make test-megatron", "make lint")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -47,6 +49,11 @@ class Block:
     skip: str = ""
 
     @property
+    def runs(self) -> bool:
+        """Whether there is something to run."""
+        return bool(self.commands) and not self.skip
+
+    @property
     def uses_make(self) -> bool:
         """Whether a target of the Makefile is run: those take longer and have their own test."""
         return any(c.text.startswith("make ") for c in self.commands)
@@ -56,7 +63,8 @@ def blocks(document: str, text: str) -> list[Block]:
     """The sessions of a Markdown text, in order.
 
     Raises: DocumentError if a command would stay unchecked: one of ours in a block of another
-    language, text above the first command, or a block skipped without a reason.
+    language, text above the first command, a block skipped without a reason, or output of a
+    command that is not run here.
     """
     found: list[Block] = []
     lines = text.splitlines()
@@ -111,10 +119,19 @@ def _block(document: str, line: int, body: Sequence[str], comment: re.Match[str]
             raise DocumentError(f"{document}:{number}: output without a `$ ` command above it")
     if not commands:
         raise DocumentError(f"{document}:{line}: a console block without a `$ ` command")
+    kept = []
+    for command in commands:
+        if not command.text.startswith(_OF_CI):
+            kept.append(command)
+        elif any(command.expected):
+            raise DocumentError(
+                f"{document}:{command.line}: `{command.text}` is run by .ci/run and not by this "
+                "test, so its output cannot be shown"
+            )
     return Block(
         document,
         line,
-        tuple(commands),
+        tuple(kept),
         setup=value if kind == "setup" else "",
         skip=value if kind == "skip" else "",
     )

@@ -39,11 +39,17 @@ def test_a_block_in_a_list_loses_its_indentation() -> None:
         (_page(""), "without a `\\$ ` command"),
         (_page("$ make demo", above="<!-- skip: -->"), "needs a reason"),
         (f"{FENCE}console\n$ echo x\n", "no end"),
+        (_page("$ make test", "200 passed"), "cannot be shown"),
     ],
 )
 def test_what_would_stay_unchecked_is_refused(text: str, says: str) -> None:
     with pytest.raises(DocumentError, match=says):
         blocks("page.md", text)
+
+
+def test_the_commands_of_ci_are_left_to_it() -> None:
+    block = _only(_page("$ make demo", "...", "$ make test", '$ make test ARGS="-k x"'))
+    assert [c.text for c in block.commands] == ["make demo"]
 
 
 def test_only_the_comment_right_above_a_block_counts() -> None:
