@@ -16,6 +16,7 @@ from mtpconv.audit.compare import SideError, same_bytes, side_blocks
 from mtpconv.audit.excuses import copy_of
 from mtpconv.audit.names import layer_number, layer_prefix, split_expert, tail
 from mtpconv.audit.pair import Differences
+from mtpconv.audit.rows import regrouped_rows
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.values import halves_swapped, rounded_through, shifted_by_one
 from mtpconv.ranges import compress
@@ -99,6 +100,7 @@ def find_hints(
         if before.has_bytes and after.has_bytes:
             hints.update(_collapsed(found, after, regions, hints))
             _values(found, before, after, hints, budget)
+            hints.update(regrouped_rows(found, before, after, frozenset(hints), budget))
     except SideError:
         return {}
     return hints

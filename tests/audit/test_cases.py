@@ -118,6 +118,8 @@ def test_case_under_its_switch(name: str, words: str, verdict: str) -> None:
         ("mtp_index_hardcoded_61", "renamed: model.layers.3. -> model.layers.61."),
         ("mtp_index_off_by_one", "renamed: model.layers.3. -> model.layers.4."),
         ("mtp_norms_shifted_plus_one", "after == before + 1"),
+        ("qkv_group_interleave_wrong", "the rows of k_proj, q_proj, v_proj are the same in"),
+        ("gate_up_tp_chunks_interleaved", "the rows of gate_proj, up_proj are the same in"),
         ("pp_offset_ignored", "hold the bytes of model.layers.{0..5}."),
         ("prefix_module_orig_mod", "differ by the prefix _orig_mod.module."),
         ("td_mtp_model_layer_renamed", "transformer_layer. -> mtp.layers.0.mtp_model_layer."),
