@@ -3,13 +3,18 @@ from __future__ import annotations
 import json
 import os
 import stat
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from mtpconv.audit.finding import Compared, Finding, MtpDepth, MtpStatus, Report, Side
 from mtpconv.errors import UsageError, WriteError
 from mtpconv.report import FORMATS, parse_targets, write_file, write_reports
-from tests.report.reports import ALL, mtp_dropped
+from mtpconv.tensors import Region
+from tests.report.reports import ALL, HOSTILE, mtp_dropped
 
 
 def test_every_format_writes_every_report(tmp_path: Path) -> None:
@@ -21,6 +26,47 @@ def test_every_format_writes_every_report(tmp_path: Path) -> None:
             assert written == render(report).encode()
             assert written
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+TEXT = st.one_of(st.text(st.characters(), max_size=12), st.sampled_from(HOSTILE))
+MAYBE = st.none() | TEXT
+REGIONS = st.builds(Region, st.sampled_from(["root", "trunk", "mtp"]) | TEXT, st.integers(0, 99))
+FINDINGS = st.builds(
+    Finding, TEXT, st.sampled_from(["missing_tensor", "zero_tensor"]) | TEXT,
+    st.sampled_from(["error", "warning", "note"]), TEXT, tensor=MAYBE, file=MAYBE, field=MAYBE,
+    region=st.none() | REGIONS, before=MAYBE | st.floats(), after=MAYBE, hint=MAYBE, waived=MAYBE,
+    tensors=st.lists(TEXT, max_size=3).map(tuple),
+)  # fmt: skip
+REPORTS = st.builds(
+    Report,
+    verdict=st.sampled_from(["pass", "fail", "error"]),
+    tier=st.sampled_from(["none", "L0", "L1", "L2"]),
+    mtp=st.builds(
+        MtpStatus, TEXT, st.none() | st.integers(0, 3),
+        st.lists(st.builds(MtpDepth, st.integers(0, 3), TEXT, st.integers(0, 9)), max_size=2)
+        .map(tuple),
+    ),
+    findings=st.lists(FINDINGS, max_size=5).map(tuple),
+    compared=st.builds(Compared, not_read=st.lists(TEXT, max_size=2).map(tuple)),
+    before=st.none() | st.builds(Side, TEXT, TEXT, st.integers(0), st.integers(0)),
+    after=st.builds(Side, TEXT, TEXT, st.integers(0, 9), st.integers(0, 1 << 60)),
+    states=st.dictionaries(TEXT, st.sampled_from(["identical", "missing"]) | TEXT, max_size=5),
+    regions=st.dictionaries(TEXT, REGIONS, max_size=5),
+    checked=st.lists(TEXT, max_size=2).map(tuple),
+)  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(REPORTS)
+def test_any_report_can_be_shown_in_every_format(report: Report) -> None:
+    for form, render in FORMATS.items():
+        shown = render(report)
+        shown.encode()
+        assert "\x1b" not in shown, form
+        assert not any(line.lstrip().startswith("::stop") for line in shown.split("\n")), form
+    json.loads(FORMATS["json"](report))
+    json.loads(FORMATS["sarif"](report))
+    ET.fromstring(FORMATS["junit"](report))
 
 
 def test_the_formats_are_those_that_the_docs_list() -> None:
