@@ -242,13 +242,13 @@ def _locate(
         if len(files) > 1:
             problems.append(_duplicate(tensor, files, shards, compare_bytes))
         elif said is None and index.value is not None:
-            message = f"{plain(tensor)} is in {plain(files[0])} but not in the index"
+            message = f"{plain(tensor)}: is in {plain(files[0])} but not in the index"
             problems.append(Problem("tensor_not_in_index", message, file=files[0], tensor=tensor))
     return where
 
 
 def _ghost(tensor: str, file: str, elsewhere: Sequence[str]) -> Problem:
-    message = f"index puts {plain(tensor)} into {plain(file)}, which does not hold it"
+    message = f"{plain(tensor)}: the index puts it into {plain(file)}, which does not hold it"
     if elsewhere:
         message += f"; it is in {plain(elsewhere[0])}"
     return Problem(
@@ -265,14 +265,14 @@ def _duplicate(
     if any(h.tensors[tensor] != first.tensors[tensor] for h in others):
         how = "with different dtype or shape"
     elif not compare_bytes:
-        message = f"{plain(tensor)} is in {shown}; the bytes were not compared"
+        message = f"{plain(tensor)}: is in {shown}; the bytes were not compared"
         return Problem("duplicate_tensor", message, tensor=tensor, files=tuple(files), warning=True)
     elif all(_same_bytes(tensor, first, h) for h in others):
-        message = f"{plain(tensor)} is in {shown} with the same bytes"
+        message = f"{plain(tensor)}: is in {shown} with the same bytes"
         return Problem("duplicate_tensor", message, tensor=tensor, files=tuple(files), warning=True)
     else:
         how = "with different bytes"
-    message = f"{plain(tensor)} is in {shown} {how}; delete the file that does not belong here"
+    message = f"{plain(tensor)}: is in {shown} {how}; delete the file that does not belong here"
     return Problem("duplicate_tensor_conflict", message, tensor=tensor, files=tuple(files))
 
 
