@@ -1,0 +1,159 @@
+"""Which tensors of a checkpoint are block FP8, told from headers and config; others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtpconv.errors import RefusedError, UnsupportedError
+from mtpconv.geometry import text_config
+from mtpconv.ranges import compress
+from mtpconv.store.fp8 import SCALE_DTYPES, Grid
+from mtpconv.tensors import TensorSpec
+
+SCALE = "_scale_inv"
+#: What other formats store beside a weight, the most telling first, and the format's name.
+#: Source: families.md section 5 (compressed-tensors, modelopt).
+_OTHERS = {
+    "weight_packed": "compressed-tensors, packed", "weight_scale_2": "modelopt NVFP4",
+    "weight_zero_point": "compressed-tensors", "weight_g_idx": "compressed-tensors GPTQ",
+    "input_scale": "static activation scales", "weight_scale": "a scale per tensor or channel",
+}  # fmt: skip
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """An FP8 weight, its scale tensor and how they belong together."""
+
+    name: str
+    scale: str
+    grid: Grid
+    scale_dtype: str
+    #: releases of the UE8M0 format hold powers of two only, in whatever dtype
+    power_of_two: bool = False
+
+    @property
+    def values(self) -> TensorSpec:
+        """What Megatron gets."""
+        return TensorSpec("BF16", self.grid.shape)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """What the release holds: codes and scales."""
+        return {
+            self.name: TensorSpec("F8_E4M3", self.grid.shape),
+            self.scale: TensorSpec(self.scale_dtype, self.grid.scale_shape),
+        }
+
+
+def find_fp8(
+    tensors: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    where: str,
+    left_alone: Callable[[str], bool] = lambda _: False,
+) -> dict[str, Quantised]:
+    """The block FP8 weights by name; empty for a checkpoint that is not quantised.
+
+    `left_alone` says which weights travel as they are, whatever they hold. `where` names the
+    checkpoint in messages.
+
+    Raises: UnsupportedError for other quantised formats, by name; RefusedError for weights
+    without scales, scales without weights, and a config that fits neither.
+    """
+    stated = quantisation(config)
+    _refuse_others(tensors, stated, where)
+    block = _block(stated, where)
+    power_of_two = stated.get("scale_fmt") == "ue8m0"
+    found: dict[str, Quantised] = {}
+    for name, spec in tensors.items():
+        if not spec.dtype.startswith("F8_") or name.endswith(SCALE):
+            continue
+        scale = tensors.get(name + SCALE)
+        if scale is None:
+            raise RefusedError(
+                f"{where}: {name} is {spec.dtype} and its scale {name}{SCALE} is missing; "
+                "without it the codes say nothing, fetch the shard that holds it"
+            )
+        if spec.dtype != "F8_E4M3" or scale.dtype not in SCALE_DTYPES:
+            raise UnsupportedError(
+                f"{where}: {name} is {spec.dtype} with scales of {scale.dtype}; convert the BF16 "
+                "release, inventory and audit work on this one"
+            )
+        grid = Grid(spec.shape, block)
+        if len(spec.shape) < 2 or scale.shape != grid.scale_shape:
+            wanted = list(grid.scale_shape) if len(spec.shape) > 1 else "two axes"
+            raise RefusedError(
+                f"{where}: M17 {name}{SCALE} has shape {list(scale.shape)}; {name} is "
+                f"{list(spec.shape)}, whose blocks of {block[0]}x{block[1]} need {wanted}"
+            )
+        found[name] = Quantised(name, name + SCALE, grid, scale.dtype, power_of_two)
+    stray = [n for n in tensors if n.endswith(SCALE) and n.removesuffix(SCALE) not in found]
+    if stray:
+        raise RefusedError(
+            f"{where}: {len(stray)} scales have no FP8 weight: {compress(stray, 4)}; "
+            "fetch the weights they belong to"
+        )
+    if stated.get("quant_method") == "fp8" and not found:
+        raise RefusedError(
+            f"{where}: quantization_config in config.json says fp8 and no tensor is; remove it "
+            "or restore the quantised weights"
+        )
+    return {n: q for n, q in found.items() if not left_alone(n)}
+
+
+def with_scales(
+    tensors: Mapping[str, TensorSpec], quantised: Mapping[str, Quantised]
+) -> dict[str, TensorSpec]:
+    """The inventory of a release that keeps these weights in FP8: codes, scales and the rest."""
+    found: dict[str, TensorSpec] = {}
+    for name, spec in tensors.items():
+        found.update(quantised[name].specs if name in quantised else {name: spec})
+    return found
+
+
+def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the config says about quantisation, at whatever level; empty if nothing."""
+    for part in (config, text_config(config)):
+        for key in _CONFIG_KEYS:
+            value = part.get(key)
+            if isinstance(value, Mapping):
+                return value
+    return {}
+
+
+def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the same model in BF16."""
+    return {
+        k: without_quantisation(v) if isinstance(v, Mapping) else v
+        for k, v in config.items()
+        if k not in _CONFIG_KEYS
+    }
+
+
+def _refuse_others(
+    tensors: Mapping[str, TensorSpec], stated: Mapping[str, Any], where: str
+) -> None:
+    method = stated.get("quant_method")
+    for suffix, form in _OTHERS.items():
+        names = [n for n in tensors if n.endswith(suffix)]
+        if names:
+            name = f"{form}, quant_method {method}" if method else form
+            raise UnsupportedError(
+                f"{where}: is quantised ({name}; {len(names)} tensors like {names[0]}); "
+                "convert the BF16 release, inventory and audit work on this one"
+            )
+    if method not in (None, "fp8"):
+        more = stated.get("quant_algo") or stated.get("format")
+        raise UnsupportedError(
+            f"{where}: is quantised ({f'{method} {more}' if more else method}); "
+            "convert the BF16 release, inventory and audit work on this one"
+        )
+
+
+def _block(stated: Mapping[str, Any], where: str) -> tuple[int, int]:
+    block = stated.get("weight_block_size") or [128, 128]
+    if isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block):
+        return block[0], block[1]
+    raise RefusedError(f"{where}: weight_block_size {block!r} in config.json is no pair of sizes")
