@@ -7,6 +7,20 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
+class NamedStep:
+    """Something done to tensors beyond moving bytes, and what can be claimed of the result.
+
+    `level` is `bytes`, `values` or `structure`: the same bytes, the same numbers by a stated
+    rule, or the same names, dtypes and shapes.
+    """
+
+    name: str
+    level: str
+    tensors: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """Counts and remarks of one finished (or, with `dry_run`, only planned) conversion."""
 
@@ -28,4 +42,5 @@ class Outcome:
     unchanged: int | None = None
     carried: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    steps: tuple[NamedStep, ...] = ()
     files: tuple[str, ...] = field(default_factory=tuple)

@@ -14,9 +14,10 @@ import numpy as np
 
 from mtpconv.store import fp8
 from mtpconv.store.checkpoint import Checkpoint, Chunk, Problem
-from mtpconv.store.content import Piece, pieces
+from mtpconv.store.content import Piece, Run, pieces
 from mtpconv.store.files import Computed, Files
 from mtpconv.store.fp8_tensors import Quantised
+from mtpconv.store.hf import HfCheckpoint
 from mtpconv.tensors import Box, TensorSpec
 
 
@@ -28,7 +29,7 @@ class Dequantised:
 
     format = "hf"
 
-    def __init__(self, checkpoint: Checkpoint, quantised: Mapping[str, Quantised]) -> None:
+    def __init__(self, checkpoint: HfCheckpoint, quantised: Mapping[str, Quantised]) -> None:
         self.checkpoint = checkpoint
         self.quantised = quantised
         scales = {q.scale for q in quantised.values()}
@@ -55,6 +56,12 @@ class Dequantised:
         if name not in self.quantised:
             return pieces(self.checkpoint, name)
         return whole(self._values(name), self.tensors[name])
+
+    def runs(self, name: str) -> Sequence[Run]:
+        """A tensor as one run: of its file, or of what is worked out."""
+        if name in self.quantised:
+            return (Run(0, self.tensors[name].nbytes, self._values(name), 0),)
+        return self.checkpoint.runs(name)
 
     def _make_values(self, name: str) -> Values:
         return Values(self.checkpoint, self.quantised[name])

@@ -23,6 +23,7 @@ from mtpconv.store.safetensors_header import ShardHeader, parse_header
 
 FOLDER = "hf_source"
 _FILES, _HEADERS, _MANIFEST, _CARRIED = "files", "headers", "manifest.json", "carried"
+_QUANTISED = "quantised"
 #: Saved headers must not look like shards to anybody who searches for `*.safetensors`.
 _HEADER = ".header"
 #: Weights in other formats: large, not converted, and named in the report when left behind.
@@ -44,6 +45,8 @@ class HfSource:
     carried: HfCheckpoint | None = None
     manifest: Manifest | None = None
     index_name: str | None = None
+    #: FP8 codes and scales as they were; None if they did not travel
+    quantised: HfCheckpoint | None = None
 
     @property
     def names(self) -> frozenset[str]:
@@ -57,7 +60,7 @@ def source_of_hf(hf: HfCheckpoint) -> HfSource:
         raise UnreadableError(f"{hf.path}: has no config.json; it says what the model is")
     return HfSource(
         hf.path, hf.path, hf.config, tuple(other_files(hf.path)), hf.shards,
-        index_name=hf.index_name,
+        index_name=hf.index_name, quantised=hf,
     )  # fmt: skip
 
 
@@ -106,6 +109,11 @@ def write_source(
 def carried_folder(folder: Path) -> Path:
     """Where tensors that Megatron has no place for are kept, as an HF folder."""
     return folder / _CARRIED
+
+
+def quantised_folder(folder: Path) -> Path:
+    """Where FP8 codes and scales are kept, in files named like the shards they are from."""
+    return folder / _QUANTISED
 
 
 def other_files(path: Path) -> Iterator[str]:
@@ -177,6 +185,7 @@ def _read_saved(folder: Path) -> HfSource:
         carried,
         read_manifest(folder / _MANIFEST) if (folder / _MANIFEST).is_file() else None,
         next((n for n in names if n.endswith(".safetensors.index.json") and "/" not in n), None),
+        open_hf(folder / _QUANTISED) if (folder / _QUANTISED).is_dir() else None,
     )
 
 
