@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KINDS = {
     "base": (),
     "lint": ("lint", "test"),
-    "test": ("parity", "test", "lint"),
+    "test": ("parity", "remote", "test", "lint"),
 }
 
 #: Written last; an environment without it was interrupted and is built again.

@@ -15,6 +15,7 @@ PYPROJECT = """
 dependencies = ["base>=1"]
 [project.optional-dependencies]
 parity = ["heavy>=2"]
+remote = ["far"]
 test = ["runner"]
 lint = ["linter"]
 """
@@ -48,7 +49,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[list[str | Path]]:
 def test_a_kind_has_the_base_dependencies_and_those_of_its_extras(project: Path) -> None:
     assert environment.requirements(project, "base") == ["base>=1"]
     assert environment.requirements(project, "lint") == ["base>=1", "linter", "runner"]
-    assert environment.requirements(project, "test") == ["base>=1", "heavy>=2", "linter", "runner"]
+    everything = ["base>=1", "far", "heavy>=2", "linter", "runner"]
+    assert environment.requirements(project, "test") == everything
 
 
 def test_the_real_project_has_every_extra_that_a_kind_names() -> None:
