@@ -149,7 +149,8 @@ class TorchDistCheckpoint:
             self._metadata = read_metadata(read_bounded(self.folder / METADATA, MAX_METADATA))
         except UnreadableError as error:
             self._problem(str(error), METADATA)
-        self._metadata.problems.extend(self._check_files())
+        else:
+            self._metadata.problems.extend((*self._check_files(), *self._check_strays()))
         if not has_config and "args" in self._metadata.objects:
             raise UnsupportedError(
                 f"{self.folder} was saved with --ckpt-format torch_dcp or fsdp_dtensor; "
@@ -216,6 +217,17 @@ class TorchDistCheckpoint:
             names = tuple(sorted(users.get(file, ())))
             found.append(Problem("unreadable_file", message, file=file, tensors=names))
         return found
+
+    def _check_strays(self) -> list[Problem]:
+        """Files that `.metadata` does not name: rests of another save, or a forgotten rank."""
+        named = {place.file for place in self._metadata.places}
+        strays = sorted(p.name for p in self.folder.glob("*.distcp") if p.name not in named)
+        if not strays:
+            return []
+        more = f" and {len(strays) - 1} more are" if len(strays) > 1 else " is"
+        message = f"{strays[0]!r}{more} not named in .metadata and not read"
+        kind = "tensor_not_in_index"
+        return [Problem(kind, message, file=strays[0], files=tuple(strays), warning=True)]
 
 
 def open_torch_dist(path: Path | str) -> TorchDistCheckpoint:

@@ -217,6 +217,16 @@ def test_a_damaged_file_is_one_problem(sound: Path, name: str, damage: str) -> N
     assert [p.file for p in found] == [name]
 
 
+def test_files_that_metadata_does_not_name_are_a_warning(sound: Path) -> None:
+    for name in ("__1_0.distcp", "__1_1.distcp"):
+        shutil.copy(sound / "__0_0.distcp", sound / name)
+    (problem,) = open_torch_dist(sound).problems
+    assert problem.warning
+    assert problem.kind == "tensor_not_in_index"
+    assert problem.files == ("__1_0.distcp", "__1_1.distcp")
+    assert problem.message == "'__1_0.distcp' and 1 more are not named in .metadata and not read"
+
+
 def test_a_record_of_other_shape_or_dtype_is_refused(sound: Path) -> None:
     data = (sound / ".metadata").read_bytes()
     (sound / ".metadata").write_bytes(data.replace(b"bfloat16", b"int16"))
@@ -380,7 +390,8 @@ def test_a_checkpoint_that_torch_saved_is_read(tmp_path: Path) -> None:
         "nested": {"x": torch.ones(3, dtype=torch.bool)},
         "note": "text",
     }
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=3))
+    writer = dcp.FileSystemWriter(tmp_path, thread_count=3)
+    dcp.save(state, storage_writer=writer, no_dist=True)
     checkpoint = open_torch_dist(tmp_path)
     assert files_of(checkpoint) == ["metadata.json", "common.pt"]  # torch alone writes neither
     assert checkpoint.tensors["w"] == TensorSpec("BF16", (5, 7))
