@@ -63,14 +63,15 @@ def _audit_pair(
     found = find_differences(before, after, options, regions, progress)
     excused = find_excuses(found, before, after, options, regions)
     findings = list(file_findings(after))
-    notes: tuple[str, ...] = ()
+    notes = (*before.notes, *after.notes)
     content: list[Finding] = []
     if options.expect == "structure":
         # Values are meant to differ: they are counted per region, not listed.
         listed = Differences(found.missing, found.extra, found.dtype, found.shape)
         findings += difference_findings(listed, before, after, regions, excused, {})
         if options.read_bytes:
-            notes, content = changed_regions(found, regions)
+            counts, content = changed_regions(found, regions)
+            notes += counts
     else:
         hints = find_hints(found, before, after, regions) if options.read_bytes else {}
         findings += difference_findings(found, before, after, regions, excused, hints)

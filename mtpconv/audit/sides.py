@@ -7,7 +7,7 @@ is converted to disk.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,12 @@ from mtpconv.errors import (
     UsageError,
 )
 from mtpconv.geometry import read_geometry
+from mtpconv.mapping.check import is_carried
 from mtpconv.mapping.plan import Plan, make_plan
 from mtpconv.mapping.table import find_table, read_table
+from mtpconv.store.dequant import Dequantised
 from mtpconv.store.dist_folder import is_torch_dist
+from mtpconv.store.fp8_tensors import find_fp8
 from mtpconv.store.hf import HfCheckpoint, open_hf
 from mtpconv.store.manifest import Manifest, read_manifest
 from mtpconv.store.source import find_source
@@ -176,9 +179,35 @@ def _seen(opened: Opened | None, plan: Plan) -> Subject | None:
                 f"{opened.path}: is a manifest of Megatron tensors; without their bytes they "
                 "cannot be compared with HF tensors, give the checkpoint itself"
             )
+        if isinstance(opened, Manifest | HfCheckpoint) and _has_fp8(opened):
+            return _seen_fp8(opened, plan)
         return _plain(opened)
     source = find_source(opened.path)
     return view_subject(HfView(opened, plan, carried=source.carried if source else None))
+
+
+def _has_fp8(opened: Manifest | HfCheckpoint) -> bool:
+    return any(spec.dtype == "F8_E4M3" for spec in opened.tensors.values())
+
+
+def _seen_fp8(opened: Manifest | HfCheckpoint, plan: Plan) -> Subject:
+    """Block FP8 as what Megatron holds of it. Raises: as `find_fp8`."""
+    if isinstance(opened, Manifest):
+        raise UnsupportedError(
+            f"{opened.path}: is a manifest of FP8 codes; Megatron holds BF16, and without the "
+            "codes it cannot be told which, give the checkpoint itself"
+        )
+    found = find_fp8(
+        opened.tensors, opened.config or {}, str(opened.path), lambda n: is_carried(plan.table, n)
+    )
+    said = (
+        f"{len(found)} FP8 weights of {opened.path} were compared by value: code times scale in "
+        "fp32, rounded once to BF16; their codes and scales have no bytes on the other side"
+    )
+    return replace(
+        hf_subject(opened), content=Dequantised(opened, found), dialect="block FP8 seen as BF16",
+        notes=(said,),
+    )  # fmt: skip
 
 
 def _must(subject: Subject | None) -> Subject:

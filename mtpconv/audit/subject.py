@@ -58,6 +58,8 @@ class Subject:
     indexed_files: frozenset[str] | None = None
     #: file of each tensor, where one file holds it whole
     where: Mapping[str, str] = field(default_factory=dict)
+    #: what the report must say about how this side was read
+    notes: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
