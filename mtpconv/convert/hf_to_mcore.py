@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from mtpconv.convert.agreement import agreed_plan, config_without_mtp
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output, check_space, check_target
+from mtpconv.convert.ranks import Ranks
+from mtpconv.convert.record_files import RecordFiles
+from mtpconv.convert.snapshot import Snapshot, files_of
 from mtpconv.convert.verify import verify_digests
 from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
 from mtpconv.mapping.check import is_carried
 from mtpconv.mapping.layouts import Layout, layout_of, training_layout
-from mtpconv.mapping.ops import PADDING
-from mtpconv.mapping.plan import CopyStep, Plan, Step
+from mtpconv.mapping.plan import CopyStep, Plan
 from mtpconv.mapping.table import Table, find_table, read_table
 from mtpconv.megatron_args import megatron_args
 from mtpconv.progress import Progress
 from mtpconv.store.checkpoint import require_sound
-from mtpconv.store.content import Files, Piece, blocks_of, pieces
-from mtpconv.store.digest import digest_tensor
+from mtpconv.store.content import Files, blocks
+from mtpconv.store.crew import Crew
+from mtpconv.store.digest import digest_tensors
 from mtpconv.store.dist_metadata_writer import (
     write_common,
     write_config,
     write_metadata,
     write_tracker,
 )
-from mtpconv.store.extra_state import extra_state_keys
 from mtpconv.store.hf import HfCheckpoint, open_hf
 from mtpconv.store.hf_writer import index_bytes, make_header, without, write_shard
 from mtpconv.store.manifest import Manifest
 from mtpconv.store.source import FOLDER, carried_folder, write_bytes, write_source
 from mtpconv.store.torch_dist import open_torch_dist
-from mtpconv.store.torch_dist_writer import TorchDistWriter
-from mtpconv.tensors import Box, TensorSpec
+from mtpconv.store.torch_dist_writer import Written
 from mtpconv.view import HfView
 
 #: Units: bytes. A record's zip overhead and its metadata entry, measured 1.1 KB and 0.4 KB.
@@ -69,14 +68,16 @@ class HfToMcore:
     @property
     def nbytes(self) -> int:
         """Payload bytes that go into the Megatron checkpoint."""
-        return sum(self.hf.tensors[n].nbytes for s in self.plan.steps for n in s.hf)
+        copies = sum(self.hf.tensors[c.hf].nbytes for c in self.plan.copies)
+        return sum(self.hf.tensors[n].nbytes for n in self.names) - copies
 
     @property
     def disk(self) -> int:
         """Disk that the target needs, in bytes, rounded up."""
         carried = sum(self.hf.tensors[n].nbytes for n in self.carried)
         copies = sum(self.hf.tensors[c.hf].nbytes for c in self.plan.copies)
-        return self.nbytes + carried + copies + RECORD_OVERHEAD * len(self.plan.steps) + (1 << 20)
+        records = 2 * len(self.plan.steps)  # tensors, and an _extra_state for most of them
+        return self.nbytes + carried + copies + RECORD_OVERHEAD * records + (1 << 20)
 
     @property
     def memory(self) -> int:
@@ -105,9 +106,7 @@ def plan_hf2mcore(
             f"{source}: {table.model_type} is not converted: Megatron-Core lacks "
             f"{table.needs or 'parts of it'}; inventory and audit work"
         )
-    plan, dropped = agreed_plan(
-        hf.config, table, hf.tensors, where=str(source), drop_mtp=drop_mtp
-    )
+    plan, dropped = agreed_plan(hf.config, table, hf.tensors, where=str(source), drop_mtp=drop_mtp)
     for step in plan.steps:
         kinds = {hf.tensors[n].dtype for n in step.hf}
         if len(kinds) > 1:
@@ -156,117 +155,74 @@ def hf2mcore(
     overwrite: bool = False,
     verify: bool = True,
     dry_run: bool = False,
+    jobs: int | None = None,
+    resume: bool = False,
+    ranks: Ranks | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Convert an HF folder to a torch_dist checkpoint.
 
+    With several `ranks` all call this with the same arguments; each does its share.
+
     Law: every HF tensor is in exactly one Megatron tensor, carried beside, or (only with
-    `drop_mtp`) named as dropped; the bytes read back are those that were read.
+    `drop_mtp`) named as dropped; the bytes read back are those that were read. The bytes
+    written do not depend on `jobs`.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError, WriteError.
     """
     started = time.monotonic()
-    progress = progress or Progress()
+    progress, ranks = progress or Progress(), ranks or Ranks()
+    snapshot = Snapshot(files_of(source))
     work = plan_hf2mcore(source, mapping=mapping, layout=layout, drop_mtp=drop_mtp)
     if dry_run:
         check_target(target, source, overwrite=overwrite)
         check_space(target, work.disk)
         return _outcome(work, source, target, dry_run=True)
-    with Output(target, source, overwrite=overwrite, need=work.disk) as out, Files() as files:
-        name = "release" if iteration is None else f"iter_{iteration:07d}"
-        folder = out.folder / name
-        folder.mkdir()
-        digests = _write_tensors(work, folder, files, progress)
-        beside = _carried(work, files, digests)
+    with (
+        Output(
+            target, source, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
+        ) as out,
+        Crew(jobs) as crew,
+    ):
+        folder = out.folder / ("release" if iteration is None else f"iter_{iteration:07d}")
+        folder.mkdir(exist_ok=True)
+        writing = RecordFiles(work.hf, work.plan, work.layout, snapshot.digest)
+        mine: Any = writing.write(folder, out, crew, progress)
+        said = ranks.gather("written", [mine.written, mine.digests])
+        digests = {name: digest for _, found in said for name, digest in found.items()}
         saved = out.folder / FOLDER
-        _write_saved(work, saved, beside, digests, files)
-        write_common(folder, _common(work, iteration))
-        write_config(folder)
+        beside: tuple[str, ...] = ()
+        if ranks.is_first:
+            write_metadata(folder, [Written(*map(_tuple, w)) for wrote, _ in said for w in wrote])
+            rest = [*(c.hf for c in work.plan.copies), *work.carried]
+            digests.update(digest_tensors(work.hf, rest, workers=crew.jobs))
+            beside = _carried(work, digests)
+            _write_saved(work, saved, beside, digests)
+            write_common(folder, _common(work, iteration))
+            write_config(folder)
+        digests, beside = ranks.gather("described", (digests, beside))[0]
         if verify:
             carried = open_hf(carried_folder(saved)) if beside else None
             view = HfView(open_torch_dist(folder), work.plan, work.layout, carried)
-            wanted = {n: digests[n] for n in (*work.names, *beside)}
-            verify_digests(view, {n: work.hf.tensors[n] for n in wanted}, wanted, progress)
-        write_tracker(out.folder, "release" if iteration is None else iteration)
-        out.commit()
+            wanted = {n: work.hf.tensors[n] for n in (*work.names, *work.carried)}
+            verify_digests(view, wanted, digests, progress, ranks=ranks, jobs=crew.jobs)
+        snapshot.require_unchanged()
+        ranks.gather("verified", None)
+        if ranks.is_first:
+            write_tracker(out.folder, "release" if iteration is None else iteration)
+            out.commit()
     return _outcome(
-        work, source, target, carried=beside, seconds=time.monotonic() - started, verified=verify
-    )
+        work, source, target, carried=tuple(beside), seconds=time.monotonic() - started,
+        verified=verify,
+    )  # fmt: skip
 
 
-def megatron_pieces(hf: HfCheckpoint, step: Step) -> list[Piece]:
-    """Where the bytes of a step's Megatron tensor lie in the HF folder."""
-    found = []
-    for move in step.op.moves([hf.tensors[n].shape for n in step.hf]):
-        if move.operand == PADDING:
-            found.append(Piece(move.mcore, None, 0, move.mcore.sizes, Box.whole(move.mcore.sizes)))
-            continue
-        (stored,) = pieces(hf, step.hf[move.operand])
-        found.append(
-            Piece(move.mcore, stored.file, stored.start, stored.chunk_shape, move.hf, move.swap)
-        )
-    return found
+def _tuple(value: Any) -> Any:
+    """JSON has no tuples."""
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _write_tensors(
-    work: HfToMcore, folder: Path, files: Files, progress: Progress
-) -> dict[str, str]:
-    hf, digests = work.hf, {}
-    progress.begin("convert", work.nbytes)
-    stored: dict[str, TensorSpec] = {}
-    with TorchDistWriter(folder) as writer:
-        for step in work.plan.steps:
-            address = work.layout.address(step.key, work.plan.geometry)
-            dtype = hf.tensors[step.hf[0]].dtype
-            inner = TensorSpec(dtype, step.op.shape([hf.tensors[n].shape for n in step.hf]))
-            whole = TensorSpec(dtype, (*address.lead, *inner.shape))
-            box = Box(
-                (*address.index, *(0 for _ in inner.shape)),
-                (*(1 for _ in address.lead), *inner.shape),
-            )
-            stream = blocks_of(inner, megatron_pieces(hf, step), files)
-            if step.op.name in ("copy", "concat", "pad_rows"):
-                stream = _hashed(stream, step, hf, digests)
-            else:
-                for name in step.hf:
-                    if name not in digests:
-                        digests[name] = digest_tensor(hf, name, files)
-            writer.write(address.key, whole, box, stream)
-            stored[address.key] = whole
-            progress.advance(inner.nbytes, str(step.region))
-        for key in extra_state_keys(stored):
-            writer.write_object(key, [None])
-        write_metadata(folder, writer.close())
-    for copy in work.plan.copies:
-        digests[copy.hf] = digest_tensor(hf, copy.hf, files)
-    for name in work.carried:
-        digests[name] = digest_tensor(hf, name, files)
-    return digests
-
-
-def _hashed(
-    stream: Iterator[memoryview], step: Step, hf: HfCheckpoint, digests: dict[str, str]
-) -> Iterator[memoryview]:
-    """Pass blocks on and digest the operands, which lie one after another in them."""
-    names = list(step.hf)
-    left, hasher = hf.tensors[names[0]].nbytes, blake3()
-    for block in stream:
-        at = 0
-        while at < len(block) and names:
-            part = block[at : at + left]
-            hasher.update(part)
-            at += len(part)
-            left -= len(part)
-            while not left and names:
-                digests[names.pop(0)] = hasher.hexdigest()
-                hasher = blake3()
-                left = hf.tensors[names[0]].nbytes if names else 0
-        yield block
-    for name in names:  # empty tensors have no blocks
-        digests[name] = hasher.hexdigest()
-
-
-def _carried(work: HfToMcore, files: Files, digests: Mapping[str, str]) -> tuple[str, ...]:
+def _carried(work: HfToMcore, digests: Mapping[str, str]) -> tuple[str, ...]:
     """Names kept beside: those the table carries, and copies that differ from their original."""
 
     def differs(copy: CopyStep) -> bool:
@@ -276,7 +232,7 @@ def _carried(work: HfToMcore, files: Files, digests: Mapping[str, str]) -> tuple
 
 
 def _write_saved(
-    work: HfToMcore, saved: Path, beside: tuple[str, ...], digests: Mapping[str, str], files: Files
+    work: HfToMcore, saved: Path, beside: tuple[str, ...], digests: Mapping[str, str]
 ) -> None:
     hf = work.hf
     kept = {n: s for n, s in hf.tensors.items() if n in digests}
@@ -295,13 +251,12 @@ def _write_saved(
     else:
         write_source(hf, saved, manifest, hf.shards)
     if beside:
-        from mtpconv.store.content import blocks
-
         folder = carried_folder(saved)
         folder.mkdir()
         path = folder / "model.safetensors"
         header = make_header(path, {n: hf.tensors[n] for n in beside}, {"format": "pt"})
-        write_shard(path, header, lambda n: blocks(hf, n, files))
+        with Files() as files:
+            write_shard(path, header, lambda n: blocks(hf, n, files))
 
 
 def _common(work: HfToMcore, iteration: int | None) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mtpconv.convert.ranks import Ranks, share
 from mtpconv.errors import RefusedError
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
@@ -18,12 +19,16 @@ def verify_digests(
     specs: Mapping[str, TensorSpec],
     digests: Mapping[str, str],
     progress: Progress,
+    *,
+    ranks: Ranks | None = None,
+    jobs: int | None = None,
 ) -> None:
     """Compare names, dtypes, shapes and digests of the output with those of the source.
 
+    Each rank reads the bytes of its neighbour's share: its own may still be in its memory.
+
     Raises: RefusedError naming the tensors that differ; the output is then not kept.
     """
-    progress.begin("verify", sum(s.nbytes for s in specs.values()))
     absent = [n for n in specs if n not in written.tensors]
     extra = [n for n in written.tensors if n not in specs]
     wrong = [n for n, s in specs.items() if n in written.tensors and written.tensors[n] != s]
@@ -33,9 +38,13 @@ def verify_digests(
                 f"verification: {len(names)} tensors {what} in the output: {compress(names, 4)}; "
                 "nothing was kept, please report this"
             )
+    ranks = ranks or Ranks()
+    neighbour = Ranks((ranks.rank + 1) % ranks.size, ranks.size)
+    shared = share(list(specs), lambda n: specs[n].nbytes, neighbour)
+    progress.begin("verify", sum(specs[n].nbytes for n in shared))
     bad = [
         name
-        for name, digest in digest_tensors(written, list(specs), progress.advance)
+        for name, digest in digest_tensors(written, shared, progress.advance, jobs)
         if digest != digests[name]
     ]
     if bad:

@@ -1,0 +1,118 @@
+"""One writer for a target: a lock file that names its holder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from mtpconv.errors import UsageError
+
+#: Filesystems without flock (some Lustre and NFS mounts) answer one of these.
+_NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
+
+
+class Lock:
+    """An exclusive lock on a file; released by `release` or by the end of the process.
+
+    flock dies with its process, so a killed run leaves no lock. Where a filesystem has no
+    flock, the process id in the file says whether its holder still lives.
+    """
+
+    def __init__(self, path: Path, what: Path) -> None:
+        self._path = path
+        self._what = what
+        self._fd: int | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether this process has it."""
+        return self._fd is not None
+
+    def take(self) -> None:
+        """Take the lock.
+
+        Raises: UsageError if another process has it; OSError if the file cannot be made.
+        """
+        while self._fd is None:
+            fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            try:
+                self._exclude_others(fd)
+                # Its last holder may have removed the file between open and flock.
+                if _is_same(fd, self._path):
+                    holder = {"pid": os.getpid(), "host": socket.gethostname(), "at": time.time()}
+                    self._fd = fd
+                    with contextlib.suppress(OSError):  # a full disk is no reason to say it here
+                        os.ftruncate(fd, 0)
+                        os.pwrite(fd, json.dumps(holder).encode(), 0)
+            finally:
+                if self._fd is None:
+                    os.close(fd)
+
+    def release(self) -> None:
+        """Remove the file while the lock is still held, then let go."""
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            os.close(self._fd)
+            self._fd = None
+
+    def _exclude_others(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno in _NO_FLOCK:
+                if not _lives(_holder(fd)):
+                    return
+            elif error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+        raise UsageError(
+            f"{self._what}: another mtpconv is writing it{_named(_holder(fd))}; "
+            "wait for it or name another target"
+        )
+
+
+def _is_same(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(fd: int) -> dict[str, object]:
+    try:
+        value = json.loads(os.pread(fd, 4096, 0))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _named(holder: dict[str, object]) -> str:
+    if not holder:
+        return ""
+    return f" (process {holder.get('pid')} on {holder.get('host')})"
+
+
+def _lives(holder: dict[str, object]) -> bool:
+    """False only if it is known that the process is gone."""
+    pid = holder.get("pid")
+    return bool(holder) and (holder.get("host") != socket.gethostname() or process_lives(pid))
+
+
+def process_lives(pid: object) -> bool:
+    """Whether a process of this machine is running."""
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
