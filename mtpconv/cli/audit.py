@@ -21,7 +21,7 @@ from mtpconv.audit.sides import Sides, open_any, open_sides
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.waivers import read_waivers
 from mtpconv.cli.terminal import make_progress
-from mtpconv.errors import UsageError
+from mtpconv.errors import RefusedError, UsageError
 from mtpconv.progress import Progress
 from mtpconv.report import FORMATS, attest, github, parse_targets, text, write_file, write_reports
 from mtpconv.store.checkpoint import require_sound
@@ -59,6 +59,8 @@ def run_audit(
             chosen = replace(chosen, read_bytes=False)
             typer.echo(f"mtpconv: of {afar[0]} only headers are read: tier L0", err=True)
         done = run_with_progress(sides, chosen, make_progress(quiet))
+        if manifest is not None:
+            _require_its_manifest(manifest, Path(after), chosen)
     if targets:
         write_reports(done, report)
     if attestation is not None and manifest is not None:
@@ -68,6 +70,21 @@ def run_audit(
         )
     _show(done, form, verbose=verbose, quiet=quiet)
     raise typer.Exit(EXIT[done.verdict])
+
+
+def _require_its_manifest(manifest: Path, after: Path, options: Options) -> None:
+    """A statement may name only a manifest that is really that of the audited checkpoint."""
+    if manifest.resolve() == after.resolve():
+        return
+    sides = open_sides(manifest, after)
+    same = Options(read_bytes=options.read_bytes, allow=frozenset({"config"}))
+    found = audit(sides.before, sides.after, same)
+    if found.verdict != "pass":
+        wrong = sum(f.severity == "error" for f in found.findings)
+        raise RefusedError(
+            f"{manifest}: is not the manifest of {after}: {wrong} differences; "
+            "take one with `mtpconv inventory`"
+        )
 
 
 def _open(

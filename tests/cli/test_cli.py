@@ -220,3 +220,18 @@ def test_a_checkpoint_far_away_is_audited_by_its_headers(run: Run, tmp_path: Pat
     said = run("audit", "memory://hub/model")
     assert said.code == 1
     assert "F02" in said.out
+
+
+def test_an_attestation_names_only_the_checkpoints_own_manifest(run: Run, tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    other = make_hf(tmp_path / "other", config(), seed=1)
+    for folder in (hf, other):
+        assert run("inventory", folder, "-o", folder.with_suffix(".json"), "-q").code == 0
+    out = tmp_path / "statement.json"
+    words = ("audit", hf, hf, "-q", "--attest", out, "--manifest")
+    said = run(*words, other.with_suffix(".json"))
+    assert said.code == 1
+    assert "is not the manifest of" in one_line(said)
+    assert not out.exists()
+    assert run(*words, hf.with_suffix(".json")).code == 0
+    assert json.loads(out.read_text())["predicate"]["result"] == "PASSED"
