@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
+from mtpconv import __version__
 from mtpconv.convert.agreement import DROP_HINT, config_without_mtp, is_mtp_name
 from mtpconv.convert.hf_to_mcore import BASE_MEMORY, MEMORY_PER_TENSOR, table_for
+from mtpconv.convert.journal import Done
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output, check_space, check_target
+from mtpconv.convert.ranks import Ranks, deal
+from mtpconv.convert.shards import shard_is_whole, write_shard
+from mtpconv.convert.snapshot import Snapshot, files_of
 from mtpconv.convert.verify import verify_digests
 from mtpconv.errors import RefusedError, UsageError
 from mtpconv.mapping.check import check_plan, is_carried
@@ -20,13 +24,23 @@ from mtpconv.mapping.plan import make_plan
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
 from mtpconv.store.checkpoint import require_sound
-from mtpconv.store.content import Files, blocks
+from mtpconv.store.crew import Crew
+from mtpconv.store.dist_folder import COMMON, CONFIG, METADATA, find_folder
 from mtpconv.store.hf import open_hf
-from mtpconv.store.hf_writer import index_bytes, make_headers, without, write_shard
+from mtpconv.store.hf_writer import index_bytes, make_headers, without
 from mtpconv.store.safetensors_header import ShardHeader
 from mtpconv.store.source import HfSource, copy_file, find_source, read_source, write_bytes
 from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.view import HfView, describe_missing
+
+#: Small files that say what a torch_dist folder holds.
+DESCRIPTIONS = frozenset({METADATA, CONFIG, COMMON})
+
+
+def checkpoint_files(source: Path) -> list[Path]:
+    """The files of a torch_dist checkpoint that are read."""
+    folder, _, _ = find_folder(source)
+    return [p for p in files_of(folder) if p.suffix == ".distcp" or p.name in DESCRIPTIONS]
 
 
 @dataclass(frozen=True)
@@ -101,48 +115,51 @@ def mcore2hf(
     overwrite: bool = False,
     verify: bool = True,
     dry_run: bool = False,
+    jobs: int | None = None,
+    resume: bool = False,
+    ranks: Ranks | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Convert a torch_dist checkpoint to an HF folder.
+
+    With several `ranks` all call this with the same arguments; each writes its shards. Without
+    `verify` nobody looks at the bytes, so `unchanged` is not known.
 
     Law: with unchanged weights every file has the bytes of the original.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError, WriteError.
     """
     started = time.monotonic()
-    progress = progress or Progress()
+    progress, ranks = progress or Progress(), ranks or Ranks()
+    snapshot = Snapshot(checkpoint_files(source))
     work = plan_mcore2hf(source, like=like, mapping=mapping, drop_mtp=drop_mtp)
     if dry_run:
         check_target(target, source, overwrite=overwrite)
         check_space(target, work.disk)
         return _outcome(work, source, target, dry_run=True)
-    with Output(target, source, overwrite=overwrite, need=work.disk) as out:
-        digests = _write_shards(work, out.folder, progress)
-        index = work.source.index_name
-        if index is None and len(work.headers) > 1:
-            index = "model.safetensors.index.json"
-        for name in work.source.files:
-            if name not in ("config.json", index):
-                copy_file(work.source.files_root / name, out.folder / name)
-        if work.drop_mtp:
-            write_bytes(out.folder / "config.json", config_without_mtp(work.source.config))
-        else:
-            copy_file(work.source.files_root / "config.json", out.folder / "config.json")
-        if index is not None:
-            # The index comes last: without it loaders do not take the folder for a model.
-            if work.same_files and work.source.index_name:
-                copy_file(work.source.files_root / index, out.folder / index)
-            else:
-                write_bytes(out.folder / index, index_bytes(work.headers))
+    with (
+        Output(
+            target, source, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
+        ) as out,
+        Crew(jobs) as crew,
+    ):
+        mine = _write_shards(work, out, snapshot.digest, crew, progress, digest=verify)
+        digests = {n: d for found in ranks.gather("written", mine) for n, d in found.items()}
+        if ranks.is_first:
+            _write_rest(work, out.folder)
+        ranks.gather("described", None)
         if verify:
             specs = {n: work.view.tensors[n] for n in work.names}
             written = open_hf(out.folder)
             require_sound(written)
-            verify_digests(written, specs, digests, progress)
-        out.commit()
+            verify_digests(written, specs, digests, progress, ranks=ranks, jobs=crew.jobs)
+        snapshot.require_unchanged()
+        ranks.gather("verified", None)
+        if ranks.is_first:
+            out.commit()
     known = work.source.manifest
     unchanged = (
-        sum(known.digests.get(n) == d for n, d in digests.items()) if known is not None else None
+        sum(known.digests.get(n) == d for n, d in digests.items()) if known and verify else None
     )
     return _outcome(
         work,
@@ -152,6 +169,26 @@ def mcore2hf(
         verified=verify,
         unchanged=unchanged,
     )
+
+
+def _write_rest(work: McoreToHf, folder: Path) -> None:
+    """Every file that is no shard; the index comes last."""
+    index = work.source.index_name
+    if index is None and len(work.headers) > 1:
+        index = "model.safetensors.index.json"
+    for name in work.source.files:
+        if name not in ("config.json", index):
+            copy_file(work.source.files_root / name, folder / name)
+    if work.drop_mtp:
+        write_bytes(folder / "config.json", config_without_mtp(work.source.config))
+    else:
+        copy_file(work.source.files_root / "config.json", folder / "config.json")
+    if index is not None:
+        # Without it loaders do not take the folder for a model.
+        if work.same_files and work.source.index_name:
+            copy_file(work.source.files_root / index, folder / index)
+        else:
+            write_bytes(folder / index, index_bytes(work.headers))
 
 
 def _without_mtp(view: HfView, origin: HfSource) -> McoreToHf:
@@ -226,21 +263,28 @@ def _require_same_inventory(
             )
 
 
-def _write_shards(work: McoreToHf, folder: Path, progress: Progress) -> dict[str, str]:
+def _write_shards(
+    work: McoreToHf, out: Output, source: str, crew: Crew, progress: Progress, *, digest: bool
+) -> dict[str, str]:
+    """Write this rank's shards, or take them over; gives the digests of their tensors."""
     digests: dict[str, str] = {}
-    progress.begin("convert", sum(h.size for h in work.headers.values()))
-    with Files() as files:
-
-        def stream(name: str) -> Iterator[memoryview]:
-            hasher = blake3()
-            for block in blocks(work.view, name, files):
-                hasher.update(block)
-                yield block
-                progress.advance(len(block), name)
-            digests[name] = hasher.hexdigest()
-
-        for name, header in work.headers.items():
-            write_shard(folder / name, header, stream)
+    names = deal({n: h.size for n, h in work.headers.items()}, out.ranks)
+    progress.begin("convert", sum(work.headers[n].size for n in names))
+    for name in names:
+        header = work.headers[name]
+        holds = blake3(f"{__version__} {source}\n".encode() + header.raw).hexdigest()
+        found = out.finished(name, holds) if digest else None
+        if found is not None and shard_is_whole(found[0], header, found[1].digests, crew):
+            out.take_over(found[0], out.folder, found[1])
+            digests.update(found[1].digests)
+            progress.advance(header.size, "taken over")
+            continue
+        progress.advance(header.data_start)
+        path = out.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = write_shard(path, header, work.view, crew, progress.advance, digest=digest)
+        out.journal.add(name, Done(holds, made))
+        digests.update(made)
     return digests
 
 

@@ -1,0 +1,160 @@
+"""Safetensors shards written by several threads, each tensor where the header says."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from mtpconv.convert.flush import Flusher
+from mtpconv.errors import UnreadableError
+from mtpconv.store.checkpoint import Checkpoint
+from mtpconv.store.content import Pieced, Reading, Run, fill_all, reading
+from mtpconv.store.crew import Crew, batches
+from mtpconv.store.digest import digest_tensors
+from mtpconv.store.files import BLOCK, Files
+from mtpconv.store.hf import HfCheckpoint
+from mtpconv.store.safetensors_header import ShardHeader, read_header
+from mtpconv.store.torch_dist_writer import write_at
+
+#: A filesystem that cannot copy inside the kernel answers one of these.
+_NO_COPY = frozenset(
+    {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
+)
+
+
+class _Tensor(NamedTuple):
+    name: str
+    what: Reading
+    at: int
+
+
+class _Batch(NamedTuple):
+    """Tensors that follow one another in a file, and where the first one begins."""
+
+    fd: int
+    path: Path
+    tensors: Sequence[_Tensor]
+
+
+def write_shard(
+    path: Path,
+    header: ShardHeader,
+    source: Checkpoint | Pieced,
+    crew: Crew,
+    advance: Callable[[int, str], None],
+    *,
+    digest: bool = True,
+) -> dict[str, str]:
+    """Write one shard and bring it to disk; gives the digests of its tensors.
+
+    Without `digest` nobody looks at the bytes: they are copied inside the kernel, and what
+    comes back is empty.
+
+    Raises: WriteError, OSError, UnreadableError.
+    """
+    digests: dict[str, str] = {}
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        write_at(fd, path, 0, header.raw)
+        tensors = (
+            _Tensor(name, reading(source, name), header.start(name))
+            for name in header.payload_order
+        )
+        todo = (_Batch(fd, path, batch) for batch in batches(tensors, lambda t: t.what.spec.nbytes))
+        with Flusher() as flusher:
+            for batch, found in crew.map(_copy_and_digest if digest else _copy, todo):
+                digests.update(found)
+                nbytes = sum(t.what.spec.nbytes for t in batch.tensors)
+                advance(nbytes, batch.tensors[-1].name)
+                flusher.wrote(fd, nbytes)
+            flusher.settle()
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return digests
+
+
+def shard_is_whole(path: Path, header: ShardHeader, digests: Mapping[str, str], crew: Crew) -> bool:
+    """Whether a finished file has this header and tensors with these digests."""
+    try:
+        found = read_header(path)
+    except UnreadableError:
+        return False
+    if found.raw != header.raw or digests.keys() != header.tensors.keys():
+        return False
+    alone = HfCheckpoint(
+        path.parent, found.tensors, (), None, b"", {path.name: found}, None, None, b"", {},
+        dict.fromkeys(found.tensors, path.name),
+    )  # fmt: skip
+    names = list(found.payload_order)
+    return all(digests[n] == d for n, d in digest_tensors(alone, names, workers=crew.jobs))
+
+
+_Done = tuple[_Batch, list[tuple[str, str]]]
+
+
+def _copy_and_digest(batch: _Batch, files: Files) -> _Done:
+    fd, path, tensors = batch
+    total = sum(t.what.spec.nbytes for t in tensors)
+    if total > BLOCK:  # one large tensor
+        return batch, [(t.name, _stream(fd, path, t, files)) for t in tensors]
+    digests = []
+    with files.buffer(total) as window:
+        fill_all([t.what for t in tensors], files, window)
+        at = 0
+        for name, what, _ in tensors:
+            end = at + what.spec.nbytes
+            digests.append((name, blake3(window[at:end]).hexdigest()))
+            at = end
+        write_at(fd, path, tensors[0].at, window)
+    return batch, digests
+
+
+def _stream(fd: int, path: Path, tensor: _Tensor, files: Files) -> str:
+    hasher, at = blake3(), tensor.at
+    for block in tensor.what.blocks(files):
+        hasher.update(block)
+        write_at(fd, path, at, block)
+        at += len(block)
+    return hasher.hexdigest()
+
+
+def _copy(batch: _Batch, files: Files) -> _Done:
+    runs = list(_runs(batch.tensors))
+    if all(isinstance(run.file, Path) for run in runs):
+        try:
+            for run in runs:
+                _copy_in_kernel(batch.fd, run, files)
+            return batch, []
+        except OSError as error:
+            if error.errno not in _NO_COPY:
+                raise
+    return _copy_and_digest(batch, files)[0], []
+
+
+def _runs(tensors: Sequence[_Tensor]) -> Iterator[Run]:
+    """The runs of all tensors, at places of the file; a gather has none and counts as zeros."""
+    for _, what, at in tensors:
+        if what.runs is None:
+            yield Run(at, 0, None, 0)
+        for run in what.runs or ():
+            yield Run(at + run.at, run.nbytes, run.file, run.start)
+
+
+def _copy_in_kernel(fd: int, run: Run, files: Files) -> None:
+    assert isinstance(run.file, Path)
+    source = files.fd(run.file)
+    done = 0
+    while done < run.nbytes:
+        got = os.copy_file_range(source, fd, run.nbytes - done, run.start + done, run.at + done)
+        if got == 0:
+            raise UnreadableError(
+                f"{run.file}: ends at byte {run.start + done}, {run.nbytes - done} bytes short; "
+                "the file is truncated, fetch it again"
+            )
+        done += got
