@@ -80,8 +80,8 @@ class Layout:
 
 #: Order matters: a layer axis comes before an expert axis.
 DIALECTS = (
-    "stacked_layers", "stacked_experts", "local_spec_mla", "local_spec_gqa", "mtp_model_layer",
-    "mamba_conv1d_module",
+    "stacked_layers", "stacked_experts", "local_spec_mla", "local_spec_gqa", "local_modules_gqa",
+    "mtp_model_layer",
 )  # fmt: skip
 
 

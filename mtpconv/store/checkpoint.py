@@ -61,7 +61,7 @@ class Checkpoint(Protocol):
 
     @property
     def format(self) -> str:
-        """`hf`, `torch_dist` or `manifest`."""
+        """`hf`, `torch_dist`, `torch` (legacy Megatron) or `manifest`."""
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:

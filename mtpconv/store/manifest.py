@@ -39,7 +39,7 @@ class Manifest:
 
     #: the manifest file, or the folder it was taken from
     path: Path
-    #: `hf` or `torch_dist`: what kind of names it holds
+    #: `hf`, `torch_dist` or `torch`: what kind of names it holds
     source_format: str
     tensors: Mapping[str, TensorSpec]
     #: BLAKE3 of the bytes of each tensor, hex
@@ -191,7 +191,7 @@ def read_manifest(path: Path) -> Manifest:
         _refuse(path, "config is not an object")
     if not isinstance(files, dict) or not all(map(_is_hex, files.values())):
         _refuse(path, "files is not a table of sha256 digests")
-    if value.get("source_format") not in ("hf", "torch_dist"):
+    if value.get("source_format") not in ("hf", "torch_dist", "torch"):
         _refuse(path, f"has the unknown source_format {value.get('source_format')!r}")
     tensors, digests = _rows(rows, path)
     manifest = Manifest(path, value["source_format"], tensors, digests, config, files)

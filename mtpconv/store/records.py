@@ -89,7 +89,14 @@ def read_tensor_pickle(data: bytes, where: str) -> StoredTensor:
 
     Raises: as `RecordReader.locate`.
     """
-    value = load_pickle(data, where, allow_tensor, persistent=True)
+    return stored_tensor(load_pickle(data, where, allow_tensor, persistent=True), where)
+
+
+def stored_tensor(value: Any, where: str) -> StoredTensor:
+    """What a pickle says about one tensor.
+
+    Raises: as `RecordReader.locate`.
+    """
     if type(value) is Instance and str(value.of) == "torch._utils._rebuild_parameter":
         value = value.args[0] if value.args else None
     if type(value) is not Instance or str(value.of) not in _REBUILD:
