@@ -55,9 +55,9 @@ def check_table(table: Table) -> list[Fault]:
             faults.append(Fault("M07", rows[0].where, f"block {name!r} is used by no stack"))
     for stack in table.stacks:
         faults += _placeholders(table, stack)
+        faults += _crossed(table, stack)
     names = {n for rows in table.blocks.values() for r in rows for n in r.hf}
     for rows in table.blocks.values():
-        faults += _crossed(rows)
         for row in rows:
             if row.block in used:
                 faults += [
@@ -224,27 +224,49 @@ def _placeholders(table: Table, stack: Stack) -> Iterator[Fault]:
                 )
 
 
+def _stem(name: str) -> str:
+    return name.rsplit(".", 1)[0]
+
+
 def _leaf(name: str) -> str:
     """The module a tensor belongs to, numbers left out."""
     module = name.rpartition(".")[0]
     return next((w for w in reversed(module.split(".")) if not w.isdecimal()), "")
 
 
-def _crossed(rows: Sequence[Row]) -> Iterator[Fault]:
-    left = {_leaf(r.key) for r in rows}
-    right = {_leaf(n) for r in rows for n in r.hf}
-    for row in rows:
-        if row.op not in ("copy", "pad_rows") or len(row.hf) != 1:
-            continue
-        if row.key.endswith(".layer_norm_weight"):  # a fused norm, under its projection's name
-            continue
-        mine, other = _leaf(row.key), _leaf(row.hf[0])
-        if mine != other and (mine in right or other in left):
+def _crossed(table: Table, stack: Stack) -> Iterator[Fault]:
+    """Rows that pair a name that stands on both sides with another one.
+
+    Within a block the last word of a name counts, across the blocks of a stack the whole tail.
+    """
+    blocks = {use.name: table.blocks.get(use.name, ()) for use in table.uses(stack)}
+    every = [r for rows in blocks.values() for r in rows]
+    left = {_stem(r.key) for r in every}
+    right = {_stem(n) for r in every for n in r.hf}
+    for rows in blocks.values():
+        words_left = {_leaf(r.key) for r in rows}
+        words_right = {_leaf(n) for r in rows for n in r.hf}
+        for row in rows:
+            if row.op not in ("copy", "pad_rows") or len(row.hf) != 1:
+                continue
+            if row.key.endswith(".layer_norm_weight"):  # fused, under its projection's name
+                continue
+            key, name = row.key, row.hf[0]
+            if {key.rpartition(".")[2], name.rpartition(".")[2]} == {"weight", "bias"}:
+                crossed = "weight"
+            elif _leaf(key) == _leaf(name):
+                continue
+            elif _leaf(key) in words_right or _stem(key) in right:
+                crossed = _leaf(key)
+            elif _leaf(name) in words_left or _stem(name) in left:
+                crossed = _leaf(name)
+            else:
+                continue
             yield Fault(
                 "M14",
                 row.where,
-                f"{row.key} is paired with {row.hf[0]}, though {mine if mine in right else other} "
-                "exists on both sides; a swap here survives every round trip",
+                f"{key} is paired with {name}, though {crossed} exists on both sides; "
+                "a swap here survives every round trip",
             )
 
 
