@@ -14,7 +14,7 @@ from mtpconv.geometry import FACTS, Config, read_geometry
 from mtpconv.mapping.layouts import DIALECTS, Layout, addresses, layout_of, training_layout
 from mtpconv.mapping.ops import BUILDERS, ShapeError
 from mtpconv.mapping.plan import Plan, Step, make_plan
-from mtpconv.mapping.table import EACH, PLACEHOLDERS, Fault, Row, Stack, Table
+from mtpconv.mapping.table import EACH, PLACEHOLDERS, Fault, Stack, Table
 from mtpconv.ranges import compress
 from mtpconv.tensors import Box, TensorSpec
 
