@@ -17,7 +17,7 @@ from mtpconv.convert.output import Output, check_space, check_target
 from mtpconv.convert.ranks import Ranks, deal
 from mtpconv.convert.shards import shard_is_whole, write_shard
 from mtpconv.convert.snapshot import Snapshot, files_of
-from mtpconv.convert.verify import verify_digests
+from mtpconv.convert.verify import require_accepted, verify_digests
 from mtpconv.errors import RefusedError, UsageError
 from mtpconv.mapping.check import check_plan, is_carried
 from mtpconv.mapping.plan import make_plan
@@ -152,6 +152,7 @@ def mcore2hf(
             specs = {n: work.view.tensors[n] for n in work.names}
             written = open_hf(out.folder)
             require_sound(written)
+            require_accepted([h.file for h in written.shards.values()])
             verify_digests(written, specs, digests, progress, ranks=ranks, jobs=crew.jobs)
         snapshot.require_unchanged()
         ranks.gather("verified", None)

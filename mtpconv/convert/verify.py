@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from mtpconv.convert.ranks import Ranks, share
 from mtpconv.errors import RefusedError
@@ -12,6 +13,24 @@ from mtpconv.store.checkpoint import Checkpoint
 from mtpconv.store.content import Pieced
 from mtpconv.store.digest import digest_tensors
 from mtpconv.tensors import TensorSpec
+
+
+def require_accepted(shards: Iterable[Path]) -> None:
+    """A reader that is not ours, the safetensors library, opens every shard that was written.
+
+    Raises: RefusedError if it does not.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for path in shards:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                file.keys()
+        except SafetensorError as error:
+            raise RefusedError(
+                f"verification: the safetensors library does not open {path.name}: {error}; "
+                "nothing was kept, please report this"
+            ) from error
 
 
 def verify_digests(
