@@ -14,7 +14,7 @@ from typing import Any
 from mtpconv.errors import WriteError
 from mtpconv.store.dist_folder import COMMON, CONFIG, METADATA, TRACKER, Iteration
 from mtpconv.store.dist_metadata import tiling_flaw
-from mtpconv.store.pickle_writer import PickleWriter, integer, integers
+from mtpconv.store.pickle_writer import PickleWriter, integer
 from mtpconv.store.pickles import Global, Instance
 from mtpconv.store.record_writer import object_record
 from mtpconv.store.torch_dist_writer import Written, sync_folder, write_file
@@ -93,16 +93,24 @@ def _check(key: str, records: list[Written]) -> None:
 
 
 class _MetadataWriter(PickleWriter):
-    """Pickles the classes of torch's checkpoint metadata."""
+    """Pickles the classes of torch's checkpoint metadata.
+
+    What is the same in every chunk and place is written once and then joined from parts: a
+    checkpoint with one tensor per expert has tens of thousands.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chunk_parts: tuple[bytes, ...] | None = None
+        self._place_parts: tuple[bytes, ...] | None = None
 
     def begin(self, cls: Global) -> None:
         """An object whose state follows; to be closed with `ub`."""
         self.raw(self.name(cls) + b")\x81}(")
 
-    def size(self, values: tuple[int, ...]) -> None:
-        """A `torch.Size`."""
-        self.raw(self.name(_SIZE))
-        self.raw(integers(values) + b"\x85R")
+    def size(self, values: tuple[int, ...]) -> bytes:
+        """A `torch.Size`. Law: as `text`."""
+        return self.numbers(values, self.name(_SIZE))
 
     def entry(self, records: list[Written]) -> None:
         """What `state_dict_metadata` says about a key."""
@@ -114,32 +122,66 @@ class _MetadataWriter(PickleWriter):
         self.raw(self.text("properties"))
         self.save(_properties(first.dtype))
         self.raw(self.text("size"))
-        self.size(first.shape)
+        self.raw(self.size(first.shape))
         self.raw(self.text("chunks") + b"](")
         for record in records:
-            self.begin(_CHUNK)
-            self.raw(self.text("offsets"))
-            self.size(record.offsets)
-            self.raw(self.text("sizes"))
-            self.size(record.sizes)
-            self.raw(b"ub")
+            self._chunk(record)
         self.raw(b"eub")
+
+    def _chunk(self, record: Written) -> None:
+        parts = self._chunk_parts
+        if parts is not None:
+            self.raw(parts[0])
+            self.raw(self.size(record.offsets))
+            self.raw(parts[1])
+            self.raw(self.size(record.sizes))
+            self.raw(b"ub")
+            return
+        self.begin(_CHUNK)
+        self.raw(self.text("offsets"))
+        self.raw(self.size(record.offsets))
+        self.raw(self.text("sizes"))
+        self.raw(self.size(record.sizes))
+        self.raw(b"ub")
+        self._chunk_parts = (
+            self.name(_CHUNK) + b")\x81}(" + self.text("offsets"),
+            self.text("sizes"),
+        )
 
     def place(self, key: str, index: int, record: Written) -> None:
         """One pair of `storage_data`; `index` is a hint where to look in the list of chunks."""
+        raw, parts = self.raw, self._place_parts
+        if parts is not None:
+            raw(parts[0] + self.text(key) + parts[1])
+            raw(b"N" if record.dtype is None else integer(index) + parts[2])
+            if record.dtype is not None:
+                raw(self.size(record.offsets))
+            raw(parts[3])
+            raw(self.text(record.file))
+            raw(parts[2] + integer(record.offset) + parts[4] + integer(record.length) + b"ub")
+            return
         self.begin(_INDEX)
-        self.raw(self.text("fqn"))
-        self.raw(self.text(key))
-        self.raw(self.text("index") + (b"N" if record.dtype is None else integer(index)))
+        raw(self.text("fqn"))
+        raw(self.text(key))
+        raw(self.text("index") + (b"N" if record.dtype is None else integer(index)))
         if record.dtype is not None:
-            self.raw(self.text("offset"))
-            self.size(record.offsets)
-        self.raw(b"ub")
+            raw(self.text("offset"))
+            raw(self.size(record.offsets))
+        raw(b"ub")
         self.begin(_INFO)
-        self.raw(self.text("relative_path"))
-        self.raw(self.text(record.file))
-        self.raw(self.text("offset") + integer(record.offset))
-        self.raw(self.text("length") + integer(record.length) + b"ub")
+        raw(self.text("relative_path"))
+        raw(self.text(record.file))
+        raw(self.text("offset"))
+        raw(integer(record.offset))
+        raw(self.text("length"))
+        raw(integer(record.length) + b"ub")
+        self._place_parts = (
+            self.name(_INDEX) + b")\x81}(" + self.text("fqn"),
+            self.text("index"),
+            self.text("offset"),
+            b"ub" + self.name(_INFO) + b")\x81}(" + self.text("relative_path"),
+            self.text("length"),
+        )
 
 
 def _properties(dtype: str) -> Instance:

@@ -26,7 +26,7 @@ class PickleWriter:
 
     def __init__(self) -> None:
         self._out = bytearray(b"\x80\x02")
-        self._memo: dict[str | Global, bytes] = {}
+        self._memo: dict[str | Global | tuple[int, ...], bytes] = {}
         self.raw = self._out.extend
 
     def finish(self) -> bytes:
@@ -55,7 +55,17 @@ class PickleWriter:
             return known
         return f"c{value.module}\n{value.name}\n".encode() + self._remember(value)
 
-    def _remember(self, value: str | Global) -> bytes:
+    def numbers(self, value: tuple[int, ...], call: bytes) -> bytes:
+        """What `call` makes of a tuple of numbers; the second time a reference to the first.
+
+        Law: as `text`; `call` is the same for all tuples.
+        """
+        known = self._memo.get(value)
+        if known is not None:
+            return known
+        return call + integers(value) + b"\x85R" + self._remember(value)
+
+    def _remember(self, value: str | Global | tuple[int, ...]) -> bytes:
         index = len(self._memo)
         if index < 256:
             self._memo[value] = b"h" + bytes([index])
