@@ -54,7 +54,8 @@ class HfModel:
     #: what computes the MTP depths: `transformers MtpModel` or the class it is assembled from
     reference: str
     dtype: str
-    weights: HfWeights
+    #: where the weights come from, None for a model made from a config alone
+    weights: HfWeights | None
     #: transformers' own MTP model where it can be built, else None
     mtp_model: Any = None
 
@@ -62,6 +63,11 @@ class HfModel:
     def decoder(self) -> Any:
         """The module that holds embedding, layers and final norm."""
         return self.trunk.get_decoder()
+
+    def close(self) -> None:
+        """Close the files of the weights."""
+        if self.weights is not None:
+            self.weights.close()
 
 
 def load_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfModel:
@@ -91,7 +97,7 @@ def load_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfMode
     if missing:
         raise RefusedError(f"{folder}: {len(missing)} tensors are missing, first {missing[0]}")
     trunk = trunk.to(device).eval().requires_grad_(False)
-    model = _with_depths(trunk, geometry, weights, dtype)
+    model = with_depths(trunk, geometry, weights, dtype)
     for depth in model.depths:
         for module, prefix in depth.units():
             state = unit_state(model, module, prefix)
@@ -123,11 +129,12 @@ def empty_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfMod
     for name, parameter in trunk.named_parameters():
         if any(pattern in name for pattern in keep):
             parameter.data = parameter.data.float()
-    return _with_depths(trunk.eval().requires_grad_(False), geometry, weights, dtype)
+    return with_depths(trunk.eval().requires_grad_(False), geometry, weights, dtype)
 
 
 def unit_state(model: HfModel, module: Any, prefix: str) -> dict[str, Any]:
     """State dict of a module that lies under `prefix` on disk."""
+    assert model.weights is not None
     if prefix == "lm_head." and "lm_head.weight" not in model.weights:
         prefix = "model.embed_tokens."
     return module_state(module, model.weights, prefix)
@@ -223,7 +230,10 @@ def _open(folder: Path) -> tuple[HfWeights, Geometry]:
     return weights, read_geometry(config)
 
 
-def _with_depths(trunk: Any, geometry: Geometry, weights: HfWeights, dtype: str) -> HfModel:
+def with_depths(
+    trunk: Any, geometry: Geometry, weights: HfWeights | None = None, dtype: str = "float32"
+) -> HfModel:
+    """The trunk with MTP depths whose weights are as their classes initialise them."""
     count = geometry.depths
     glue = glue_of(geometry)
     mtp_model = _transformers_mtp(trunk, count) if count else None

@@ -339,35 +339,3 @@ class quiet(warnings.catch_warnings):
     def __exit__(self, *details: Any) -> None:
         logging.disable(self._level)
         super().__exit__(*details)
-
-
-def heads(model: McoreModel, tokens: Any) -> dict[str, Any]:
-    """Logits of every head for one row of tokens, in float32 on the CPU.
-
-    Megatron rolls the row to the left for each depth and fills in token 0, so the last d + 1
-    positions of depth d stand on made-up tokens and are cut off.
-
-    Shape: tokens [s]; each head [s or less, vocab].
-    """
-    import torch
-
-    module = model.module
-    row = tokens[None].to(runtime.require_session())
-    size = row.shape[1]
-    ahead = torch.ones(size, size, dtype=torch.bool, device=row.device).triu(1)[None, None]
-    states = []
-    source = module.mtp if model.depths else module.decoder
-    hook = source.register_forward_hook(lambda _module, _args, output: states.append(output))
-    try:
-        with torch.no_grad(), quiet():
-            # 0.16.1 cannot run a model with MTP without labels; the loss is not used.
-            module(row, torch.arange(size, device=row.device)[None], ahead, labels=row)
-            chunks = torch.chunk(states[0], 1 + model.depths, 0)
-            weight = module.shared_embedding_or_output_weight() if model.settings.tied else None
-            logits = [module.output_layer(chunk, weight=weight)[0] for chunk in chunks]
-    finally:
-        hook.remove()
-    vocab = model.settings.geometry.dim("vocab_size")
-    named = {"trunk": logits[0][:, 0]}
-    named |= {f"depth {d}": value[: size - 1 - d, 0] for d, value in enumerate(logits[1:])}
-    return {head: value[:, :vocab].float().cpu() for head, value in named.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mtpconv.parity import hf, mcore, mcore_paging
+from mtpconv.parity import hf, mcore, mcore_forward, mcore_paging
 from mtpconv.parity.compare import Logits
 from mtpconv.parity.paging import Pager, Unit
 from mtpconv.parity.settings import Settings
@@ -66,7 +66,7 @@ class McoreSide:
     def heads(self, row: Any) -> Logits:
         """Logits of every head for one row of tokens."""
         with _active(self.pager):
-            return mcore.heads(self.model, row)
+            return mcore_forward.heads(self.model, row)
 
     @contextmanager
     def tensors(self, block: str) -> Iterator[dict[str, Any]]:
@@ -97,7 +97,7 @@ def open_hf_side(folder: Path, dtype: str, device: str, stream: bool) -> Iterato
         try:
             yield HfSide(model)
         finally:
-            model.weights.close()
+            model.close()
         return
     model = hf.empty_hf(folder, dtype, device)
     units = [
@@ -107,7 +107,7 @@ def open_hf_side(folder: Path, dtype: str, device: str, stream: bool) -> Iterato
     try:
         yield HfSide(model, Pager(units))
     finally:
-        model.weights.close()
+        model.close()
 
 
 @contextmanager

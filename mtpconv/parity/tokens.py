@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpconv.errors import UnreadableError, UnsupportedError, UsageError
+from mtpconv.geometry import Geometry
 from mtpconv.parity.settings import Settings
 
 #: Tokens of a random row, and how far it reaches beyond a sparse attention's choice.
@@ -43,34 +44,56 @@ def choose_tokens(
 
     Raises: UsageError if a row would be too short to compare, or longer than the model allows.
     """
-    import torch
-
-    limit = settings.geometry.dim("max_position_embeddings")
-    least = settings.geometry.depths + 2
-    if prompts is not None:
-        found = [torch.tensor(ids) for ids in _tokenized(hf_folder, prompts)]
-        source = f"{len(found)} prompts of {prompts.name}"
-        if length is not None:
-            found = [row[:length] for row in found]
-    else:
-        keys = settings.transformer.get("dsa_indexer_topk", 0)
-        size = length or min(limit, keys + BEYOND if keys else LENGTH)
-        random = torch.Generator().manual_seed(seed)
-        vocabulary = settings.geometry.dim("vocab_size")
-        found = [torch.randint(vocabulary, (size,), generator=random) for _ in range(rows)]
-        source = f"{rows} rows of {size} random tokens, seed {seed}"
-    for number, row in enumerate(found):
+    geometry = settings.geometry
+    limit = geometry.dim("max_position_embeddings")
+    least = geometry.depths + 2
+    keys = settings.transformer.get("dsa_indexer_topk", 0)
+    usual = min(limit, keys + BEYOND if keys else LENGTH)
+    found = token_rows(geometry, hf_folder, prompts, length or usual, rows, seed)
+    if prompts is not None and length is not None:
+        found = Tokens([row[:length] for row in found.rows], found.source)
+    for number, row in enumerate(found.rows):
         if len(row) < least:
             raise UsageError(
-                f"row {number} has {len(row)} tokens; {settings.geometry.depths} MTP depths need "
-                f"at least {least}"
+                f"row {number} has {len(row)} tokens; {geometry.depths} MTP depths need at least "
+                f"{least}"
             )
         if len(row) > limit:
             raise UsageError(
                 f"row {number} has {len(row)} tokens, the model's max_position_embeddings is "
                 f"{limit}; use --length"
             )
-    return Tokens(found, source)
+    return found
+
+
+def token_rows(
+    geometry: Geometry, files: Path, prompts: Path | None, length: int, rows: int, seed: int
+) -> Tokens:
+    """Tokenised prompts, or seeded random rows of a length.
+
+    Raises: UnreadableError, UsageError, UnsupportedError if there is no tokenizer.
+    """
+    import torch
+
+    vocabulary = geometry.dim("vocab_size")
+    if prompts is None:
+        random = torch.Generator().manual_seed(seed)
+        found = [torch.randint(vocabulary, (length,), generator=random) for _ in range(rows)]
+        return Tokens(found, f"{rows} rows of {length} random tokens, seed {seed}")
+    encoded = _tokenized(files, prompts)
+    for ids in encoded:
+        if any(token >= vocabulary for token in ids):
+            raise UsageError(
+                f"{files}: the tokenizer gives token {max(ids)}, the model knows {vocabulary}"
+            )
+    return Tokens(
+        [torch.tensor(ids) for ids in encoded], f"{len(encoded)} prompts of {prompts.name}"
+    )
+
+
+def has_tokenizer(files: Path) -> bool:
+    """Whether a folder has a tokenizer that transformers can load without running code."""
+    return any((files / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def _tokenized(hf_folder: Path, prompts: Path) -> list[list[int]]:
@@ -83,16 +106,21 @@ def _tokenized(hf_folder: Path, prompts: Path) -> list[list[int]]:
         raise UsageError(f"{prompts}: no prompt in it; one prompt a line")
     if any(len(line) > LONGEST_LINE for line in wanted):
         raise UsageError(f"{prompts}: a prompt is longer than {LONGEST_LINE} characters")
-    if not any((hf_folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+    if not has_tokenizer(hf_folder):
         raise UnsupportedError(
             f"{hf_folder}: no tokenizer.json, so prompts cannot be tokenised; leave --prompts out "
             "to run random tokens"
         )
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(hf_folder, local_files_only=True)
+    tokenizer = load_tokenizer(hf_folder)
     ids: list[list[int]] = [tokenizer(line)["input_ids"] for line in wanted]
     return ids
+
+
+def load_tokenizer(files: Path) -> Any:
+    """The tokenizer of a folder, without code from it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(files, local_files_only=True)
 
 
 def coverage_notes(settings: Settings, tokens: Tokens, stored_rows: int | None) -> list[str]:

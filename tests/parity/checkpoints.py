@@ -55,7 +55,7 @@ def names_on_disk(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     cls = AutoConfig.for_model(**config)
     with torch.device("meta"):
         trunk = AutoModelForCausalLM.from_config(cls)
-    model = hf._with_depths(trunk, read_geometry(config), None, "float32")  # type: ignore[arg-type]
+    model = hf.with_depths(trunk, read_geometry(config))
     shapes: dict[str, tuple[int, ...]] = {}
     units = [*hf.trunk_units(model), *(u for depth in model.depths for u in depth.units())]
     for module, prefix in units:

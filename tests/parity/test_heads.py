@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpconv.parity import hf, mcore
+from mtpconv.parity import hf, mcore, mcore_forward
 from tests.parity import checkpoints, configs
 
 pytestmark = pytest.mark.megatron
@@ -31,7 +31,7 @@ def test_both_sides_give_the_same_logits(megatron_cpu: None, tmp_path: Path, nam
     with choices.Record(model.settings) as record:
         left = hf.heads(reference, tokens)
     with choices.Settle(model.settings, record.choices, choices.TIE["float32"]) as settle:
-        right = mcore.heads(model, tokens)
+        right = mcore_forward.heads(model, tokens)
     depths = config.get("num_nextn_predict_layers", 0)
     assert list(left) == list(right) == ["trunk", *(f"depth {d}" for d in range(depths))]
     for head, logits in left.items():

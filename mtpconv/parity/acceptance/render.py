@@ -1,0 +1,89 @@
+"""An acceptance report as text, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from html import escape
+
+from mtpconv.parity.acceptance.report import AcceptanceReport, Measurement
+
+FORMAT = 1
+
+
+def render_text(report: AcceptanceReport) -> str:
+    """The report for a terminal."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: AcceptanceReport) -> Iterator[str]:
+    how = f"temperature {report.temperature:g}" if report.temperature else "greedy"
+    yield f"acceptance, {how}: {report.prompts}, {report.tokens} tokens more for each"
+    for measured in (report.measured, report.against):
+        if measured is not None:
+            yield from _measurement(measured)
+    if report.cost is not None:
+        cost = report.cost
+        yield (
+            f"  a pass over {cost.tokens} tokens costs {cost.wide:.2f} of one over one token "
+            f"({cost.one * 1e3:.1f} ms on {cost.device}, {cost.context} tokens before)"
+        )
+    if report.speedup is not None and report.draft_cost is not None:
+        yield (f"  speed-up {report.speedup:.2f} at a draft cost of {report.draft_cost:.2f} passes")
+    for note in report.notes:
+        yield f"  note: {note}"
+    for reason in report.reasons:
+        yield f"  {reason}"
+    yield f"{'PASS' if report.verdict == 'pass' else 'FAIL'} in {report.seconds:.1f} s"
+
+
+def _measurement(measured: Measurement) -> Iterator[str]:
+    count = measured.count
+    yield f"  {measured.checkpoint} ({measured.kind}), drafts: {measured.draft}"
+    for place in range(len(count.made)):
+        rate = count.rate(place)
+        shown = "never reached" if rate is None else f"{rate:6.1%}"
+        yield (
+            f"    draft {place}: {shown}  ({count.kept[place]} kept of {count.reached[place]} "
+            f"reached, {count.made[place]} made)"
+        )
+    yield (
+        f"    {count.tokens_per_pass:.2f} tokens per trunk pass "
+        f"({count.tokens} tokens, {count.passes} passes)"
+    )
+    if measured.sample is not None:
+        yield f"    {measured.sample}"
+
+
+def render_json(report: AcceptanceReport) -> str:
+    """The report as JSON."""
+    value = {"format": FORMAT, "exit_code": report.exit_code} | asdict(report)
+    for name, measured in (("measured", report.measured), ("against", report.against)):
+        if measured is not None:
+            count = measured.count
+            value[name]["acceptance"] = [count.rate(i) for i in range(len(count.made))]
+            value[name]["tokens_per_pass"] = count.tokens_per_pass
+    return json.dumps(value, indent=1, default=str)
+
+
+def bars(title: str, rows: Sequence[tuple[str, float | None]]) -> str:
+    """A bar for each named rate between 0 and 1, as one SVG."""
+    width, step, left = 640, 30, 230
+    parts = [
+        f"<text x='0' y='16' font-weight='bold'>{escape(title)}</text>",
+    ]
+    for number, (name, rate) in enumerate(rows):
+        y = 30 + number * step
+        length = (width - left - 60) * (rate or 0.0)
+        shown = "none" if rate is None else f"{rate:.0%}"
+        parts.append(
+            f"<text x='{left - 8}' y='{y + 15}' text-anchor='end'>{escape(name)}</text>"
+            f"<rect x='{left}' y='{y}' width='{max(length, 1):.1f}' height='20' fill='#1f5fa8'/>"
+            f"<text x='{left + length + 6:.1f}' y='{y + 15}'>{shown}</text>"
+        )
+    height = 40 + len(rows) * step
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
+        f"font-family='system-ui,sans-serif' font-size='13'>{''.join(parts)}</svg>\n"
+    )

@@ -1,0 +1,101 @@
+"""What hf2mcore writes for every family that Megatron-Core can build, loaded by Megatron itself.
+
+The model is built from the Megatron arguments of the family and loaded by Megatron's own
+`dist_checkpointing.load`. What each of its tensors must hold is spelled by hand, in
+`mtpconv.parity.correspond` or below, never through the mapping tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtpconv.convert import hf2mcore
+from mtpconv.geometry import read_geometry
+from mtpconv.mapping.table import find_table, table_names
+from mtpconv.megatron_args import megatron_args, transformer_fields
+from mtpconv.parity import correspond, mcore, runtime
+from mtpconv.parity.settings import Settings
+from tests.convert.folders import make_hf, tensors_of
+from tests.parity import configs
+from tests.parity.configs import Config
+
+pytestmark = pytest.mark.megatron
+
+MODELS: dict[str, Config] = {
+    "deepseek_v3": configs.DEEPSEEK_V3,
+    "deepseek_v32": configs.DEEPSEEK_V32,
+    "glm4_moe": configs.GLM4_MOE,
+    "glm4_moe_lite": configs.GLM4_MOE_LITE,
+    "glm_moe_dsa": configs.GLM_MOE_DSA_SHARING,
+    "kimi_k2": configs.DEEPSEEK_V3 | {"model_type": "kimi_k2", "num_nextn_predict_layers": 0},
+    "llama": configs.LLAMA,
+    "mimo": configs.QWEN2_TIED | {"model_type": "mimo", "num_nextn_predict_layers": 2},
+    "mixtral": configs.MIXTRAL,
+    "qwen2": configs.QWEN2_TIED,
+    "qwen3": configs.QWEN3,
+    "qwen3_moe": configs.QWEN3_MOE,
+}
+
+
+def test_every_converted_family_loads_or_says_why_not() -> None:
+    untried = {n for n in table_names() if find_table(n).converts and find_table(n).untried}
+    assert set(MODELS) == {n for n in table_names() if find_table(n).converts} - untried
+
+
+def settings_of(config: Config) -> Settings:
+    """The model as the Megatron arguments of its family describe it."""
+    geometry = read_geometry(config)
+    args = megatron_args(geometry)
+    fused = ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion")
+    return Settings(
+        geometry,
+        transformer_fields(args) | dict.fromkeys((*fused, "persist_layer_norm"), False),
+        mla=args["multi_latent_attention"],
+        dsa=args["experimental_attention_variant"] == "dsa",
+    )
+
+
+def floats(folder: Path) -> dict[str, Any]:
+    """Every tensor of an F32 folder."""
+    import torch
+
+    return {
+        name: torch.from_numpy(np.frombuffer(data, "<f4").reshape(spec.shape).copy())
+        for name, (spec, data) in tensors_of(folder).items()
+    }
+
+
+def require_equal(
+    live: Mapping[str, Any], tensors: Mapping[str, Any], settings: Settings
+) -> set[str]:
+    """Every tensor of the model has the bytes that HF has for it; the HF names that are in it."""
+    used: set[str] = set()
+    for name, value in live.items():
+        found = correspond.expected(settings, name)
+        assert found is not None, name
+        want = found.join([tensors[n] for n in found.hf])
+        assert want.shape == value.shape, name
+        assert want.contiguous().numpy().tobytes() == value.contiguous().numpy().tobytes(), name
+        used.update(found.hf)
+    return used
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_loads_a_family(megatron_cpu: None, tmp_path: Path, name: str) -> None:
+    config = {**MODELS[name], "dtype": "float32"}
+    if name in configs.SPARSE and runtime.megatron_version() < (0, 19):
+        pytest.skip("sparse attention needs megatron-core 0.19 or newer")
+    hf = make_hf(tmp_path / "hf", config)
+    hf2mcore(hf, tmp_path / "mcore")
+    settings = settings_of(config)
+    model = mcore.build(settings, seed=5)
+    mcore.load(model, tmp_path / "mcore")
+    tensors = floats(hf)
+    used = require_equal(mcore.module_tensors(model), tensors, settings)
+    copies = {n for n in tensors if n.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
+    assert tensors.keys() - used <= copies - {"model.embed_tokens.weight"}
