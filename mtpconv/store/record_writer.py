@@ -10,6 +10,7 @@ Source: PKWARE APPNOTE 6.3.10 sections 4.3 and 4.5.3; torch 2.14.1 torch/seriali
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,13 @@ class Frame:
         """Bytes of the whole record."""
         return len(self.prefix) + self.nbytes + len(self.suffix)
 
+    def surrounds(self, fd: int, offset: int) -> bool:
+        """Whether the record at `offset` of an open file is this one, whatever its data."""
+        start, end = offset + len(self.prefix), offset + self.length - len(self.suffix)
+        return _is_same(
+            os.pread(fd, start - offset, offset), self.prefix, self.crc_in_prefix
+        ) and _is_same(os.pread(fd, len(self.suffix), end), self.suffix, self.crc_in_suffix)
+
     def sealed(self, crc: int) -> tuple[bytes, bytes]:
         """Prefix and suffix with the CRC-32 of the data filled in."""
         return (
@@ -57,6 +65,12 @@ class Frame:
 
 def _put(data: bytes, at: int, crc: int) -> bytes:
     return b"".join((data[:at], struct.pack("<I", crc), data[at + 4 :]))
+
+
+def _is_same(found: bytes, wanted: bytes, crc_at: int) -> bool:
+    """Equality but for a CRC."""
+    after = crc_at + 4
+    return found[:crc_at] == wanted[:crc_at] and found[after:] == wanted[after:]
 
 
 def _local(name: bytes, crc: int, size: int, extra: bytes = b"") -> bytes:

@@ -27,6 +27,7 @@ from mtpconv.store.dist_folder import (
 )
 from mtpconv.store.dist_metadata import DistMetadata, StoredChunk, read_metadata
 from mtpconv.store.objects import as_common, read_common, read_object
+from mtpconv.store.record_writer import tensor_frame
 from mtpconv.store.records import RecordReader
 from mtpconv.tensors import TensorSpec
 
@@ -57,6 +58,7 @@ class TorchDistCheckpoint:
         self._problems: list[Problem] = []
         self._records = RecordReader()
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        self._paths: dict[str, Path] = {}
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -105,9 +107,16 @@ class TorchDistCheckpoint:
         closing: ExitStack,
     ) -> Chunk:
         file, offset, length = chunk.place
+        path = self._paths.get(file)
+        if path is None:  # one for all chunks: there are tens of thousands
+            path = self._paths[file] = self.folder / file
         if file not in files:
-            files[file] = open_file(self.folder / file)
+            files[file] = open_file(path)
             closing.callback(os.close, files[file])
+        # A record as this package writes it is known at sight: 5 us against 40.
+        frame = tensor_frame(spec.dtype, chunk.box.sizes)
+        if frame.length == length and frame.surrounds(files[file], offset):
+            return Chunk(path, offset + len(frame.prefix), chunk.box)
         where = f"{file}: the record of {name} at byte {offset:,}"
         record = self._records.locate(files[file], offset, length, where)
         if record.dtype != spec.dtype or record.shape != chunk.box.sizes:
@@ -115,7 +124,7 @@ class TorchDistCheckpoint:
                 f"{where} holds {record.dtype} {list(record.shape)} and .metadata says "
                 f"{spec.dtype} {list(chunk.box.sizes)}; one of the two files is from another save"
             )
-        return Chunk(self.folder / file, record.start, chunk.box)
+        return Chunk(path, record.start, chunk.box)
 
     def check_records(self) -> Sequence[Problem]:
         """Problems of the records of all tensors, at most one per file."""
