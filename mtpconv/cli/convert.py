@@ -76,6 +76,9 @@ def _say(done: Outcome, quiet: bool) -> None:
         if done.unchanged is not None:
             same = f"{done.unchanged:,} of {done.tensors:,} tensors"
             typer.echo(f"  weights   {same} unchanged since hf2mcore")
+    for step in done.steps:
+        claim = f"{step.tensors:,} tensors, level {step.level}"
+        typer.echo(f"  step      {step.name}: {step.what} ({claim})")
     for note in done.notes:
         typer.echo(f"  note      {note}")
 

@@ -6,12 +6,10 @@ many depths there are, the tensors say which are there, and any difference stops
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
-from typing import Any
 
-from mtpconv.errors import RefusedError, UnsupportedError
-from mtpconv.geometry import MTP_FIELDS, Config, text_config
+from mtpconv.errors import RefusedError
+from mtpconv.geometry import Config
 from mtpconv.mapping.check import check_plan, is_left_out, layer_of, unmapped_message
 from mtpconv.mapping.plan import Plan, make_plan
 from mtpconv.mapping.table import Table
@@ -35,7 +33,6 @@ def agreed_plan(
 
     Raises: RefusedError naming what is missing, unmapped or promised in vain.
     """
-    refuse_quantised(config, inventory, where)
     plan = make_plan(config, table, inventory)
     faults = check_plan(plan)
     if faults:
@@ -49,9 +46,11 @@ def agreed_plan(
         require_mtp(plan, inventory, where)
     unmapped = [n for n in inventory if n not in plan.hf and not is_left_out(table, n)]
     if unmapped:
-        hint = "; correct the config, " + DROP_HINT if "MTP lives" in (
-            text := unmapped_message(plan, unmapped)
-        ) else "; nothing is converted, so that nothing is lost"
+        hint = (
+            "; correct the config, " + DROP_HINT
+            if "MTP lives" in (text := unmapped_message(plan, unmapped))
+            else "; nothing is converted, so that nothing is lost"
+        )
         raise RefusedError(f"{where}: M05 {text}{hint}")
     absent = [n for n in plan.hf if n not in inventory]
     if absent:
@@ -77,9 +76,7 @@ def require_mtp(plan: Plan, names: Collection[str], where: str) -> None:
     geometry = plan.geometry
     field = geometry.mtp_field or "the family"
     for depth in range(geometry.depths):
-        wanted = [
-            n for n, r in plan.regions.items() if r.kind == "mtp" and r.index == depth
-        ]
+        wanted = [n for n, r in plan.regions.items() if r.kind == "mtp" and r.index == depth]
         absent = [n for n in wanted if n not in names]
         if not absent:
             continue
@@ -104,32 +101,3 @@ def is_mtp_name(plan: Plan, name: str) -> bool:
     if layer is not None and name.startswith("model.layers."):
         return layer >= plan.geometry.layers
     return name.startswith(("mtp.", "model.mtp"))
-
-
-def refuse_quantised(config: Config, inventory: Mapping[str, TensorSpec], where: str) -> None:
-    """Quantised sources need dequantising, which is no permutation of bytes.
-
-    Raises: UnsupportedError naming the format.
-    """
-    quantised = config.get("quantization_config", text_config(config).get("quantization_config"))
-    scales = [n for n in inventory if n.endswith(("_scale_inv", "_scale", "_scale_2"))]
-    if not quantised and not scales:
-        return
-    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-    sample = f"; {len(scales)} scale tensors, first {scales[0]}" if scales else ""
-    raise UnsupportedError(
-        f"{where}: is quantised ({method or 'unknown method'}{sample}); "
-        "convert the BF16 release, the audit works on this one"
-    )
-
-
-def config_without_mtp(config: Mapping[str, Any]) -> bytes:
-    """The config with every field that promises MTP set to 0."""
-
-    def cleared(value: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            k: 0 if k in MTP_FIELDS else cleared(v) if isinstance(v, Mapping) else v
-            for k, v in value.items()
-        }
-
-    return (json.dumps(cleared(config), indent=2, ensure_ascii=False) + "\n").encode()

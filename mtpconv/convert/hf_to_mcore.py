@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpconv.convert.agreement import agreed_plan, config_without_mtp
+from mtpconv.convert.agreement import agreed_plan
+from mtpconv.convert.configs import changed_config, config_bytes
+from mtpconv.convert.fp8 import (
+    Fp8,
+    as_bf16,
+    bf16_inventory,
+    fp8_mode,
+    fp8_weights,
+    import_steps,
+    shards_of,
+    write_kept,
+)
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output, check_space, check_target
 from mtpconv.convert.ranks import Ranks
@@ -25,6 +36,7 @@ from mtpconv.progress import Progress
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Files, blocks
 from mtpconv.store.crew import Crew
+from mtpconv.store.dequant import HfTensors
 from mtpconv.store.digest import digest_tensors
 from mtpconv.store.dist_metadata_writer import (
     write_common,
@@ -32,12 +44,20 @@ from mtpconv.store.dist_metadata_writer import (
     write_metadata,
     write_tracker,
 )
+from mtpconv.store.fp8_tensors import SCALE
 from mtpconv.store.hf import HfCheckpoint, open_hf
-from mtpconv.store.hf_writer import index_bytes, make_header, without, write_shard
+from mtpconv.store.hf_writer import index_bytes, make_header, write_shard
 from mtpconv.store.manifest import Manifest
-from mtpconv.store.source import FOLDER, carried_folder, write_bytes, write_source
+from mtpconv.store.source import (
+    FOLDER,
+    carried_folder,
+    quantised_folder,
+    write_bytes,
+    write_source,
+)
 from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.store.torch_dist_writer import Written
+from mtpconv.tensors import TensorSpec
 from mtpconv.view import HfView
 
 #: Units: bytes. A record's zip overhead and its metadata entry, measured 1.1 KB and 0.4 KB.
@@ -52,6 +72,8 @@ class HfToMcore:
     """A conversion that was planned and found possible; nothing is written yet."""
 
     hf: HfCheckpoint
+    #: the same tensors as Megatron gets them: FP8 weights as BF16, no scales
+    content: HfTensors
     plan: Plan
     layout: Layout
     #: HF names converted, in plan order
@@ -64,18 +86,35 @@ class HfToMcore:
     args: Mapping[str, Any]
     #: what Megatron cannot be told about the model
     gaps: tuple[str, ...]
+    fp8: Fp8 = "keep"
 
     @property
     def nbytes(self) -> int:
         """Payload bytes that go into the Megatron checkpoint."""
-        copies = sum(self.hf.tensors[c.hf].nbytes for c in self.plan.copies)
-        return sum(self.hf.tensors[n].nbytes for n in self.names) - copies
+        copies = sum(self.content.tensors[c.hf].nbytes for c in self.plan.copies)
+        return sum(self.content.tensors[n].nbytes for n in self.names) - copies
+
+    @property
+    def kept(self) -> dict[str, TensorSpec]:
+        """FP8 codes and scales, which travel beside."""
+        gone = set(self.dropped)
+        weights = [q for n, q in fp8_weights(self.content).items() if n not in gone]
+        return {n: s for q in weights for n, s in q.specs.items()}
+
+    @property
+    def stored(self) -> dict[str, TensorSpec]:
+        """The HF tensors that hf_source describes."""
+        gone = {*self.dropped, *(n + SCALE for n in self.dropped)}
+        left = {n: s for n, s in self.hf.tensors.items() if n not in gone}
+        return bf16_inventory(left, fp8_weights(self.content)) if self.fp8 == "bf16" else left
 
     @property
     def disk(self) -> int:
         """Disk that the target needs, in bytes, rounded up."""
         carried = sum(self.hf.tensors[n].nbytes for n in self.carried)
-        copies = sum(self.hf.tensors[c.hf].nbytes for c in self.plan.copies)
+        copies = sum(self.content.tensors[c.hf].nbytes for c in self.plan.copies)
+        if self.fp8 == "keep":
+            carried += sum(spec.nbytes for spec in self.kept.values())
         records = 2 * len(self.plan.steps)  # tensors, and an _extra_state for most of them
         return self.nbytes + carried + copies + RECORD_OVERHEAD * records + (1 << 20)
 
@@ -91,11 +130,13 @@ def plan_hf2mcore(
     mapping: Path | None = None,
     layout: str | None = None,
     drop_mtp: bool = False,
+    fp8: str = "keep",
 ) -> HfToMcore:
     """Open and check an HF folder; everything that can be refused is refused here.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError.
     """
+    mode = fp8_mode(fp8)
     hf = open_hf(source)
     require_sound(hf)
     if hf.config is None:
@@ -106,9 +147,11 @@ def plan_hf2mcore(
             f"{source}: {table.model_type} is not converted: Megatron-Core lacks "
             f"{table.needs or 'parts of it'}; inventory and audit work"
         )
-    plan, dropped = agreed_plan(hf.config, table, hf.tensors, where=str(source), drop_mtp=drop_mtp)
+    content = as_bf16(hf, table)
+    tensors = content.tensors
+    plan, dropped = agreed_plan(hf.config, table, tensors, where=str(source), drop_mtp=drop_mtp)
     for step in plan.steps:
-        kinds = {hf.tensors[n].dtype for n in step.hf}
+        kinds = {tensors[n].dtype for n in step.hf}
         if len(kinds) > 1:
             raise RefusedError(
                 f"{source}: {' and '.join(step.hf)} become one Megatron tensor "
@@ -119,13 +162,15 @@ def plan_hf2mcore(
     args = megatron_args(plan.geometry, gaps=gaps)
     return HfToMcore(
         hf,
+        content,
         plan,
         layout_for(plan, layout),
         tuple(n for n in plan.hf if n not in gone),
         dropped,
-        tuple(n for n in hf.tensors if n not in plan.hf and is_carried(table, n)),
+        tuple(n for n in tensors if n not in plan.hf and is_carried(table, n)),
         args,
         tuple(gaps),
+        mode,
     )
 
 
@@ -152,6 +197,7 @@ def hf2mcore(
     layout: str | None = None,
     iteration: int | None = None,
     drop_mtp: bool = False,
+    fp8: str = "keep",
     overwrite: bool = False,
     verify: bool = True,
     dry_run: bool = False,
@@ -166,14 +212,15 @@ def hf2mcore(
 
     Law: every HF tensor is in exactly one Megatron tensor, carried beside, or (only with
     `drop_mtp`) named as dropped; the bytes read back are those that were read. The bytes
-    written do not depend on `jobs`.
+    written do not depend on `jobs`. Block FP8 becomes BF16; `fp8` says whether codes and scales
+    travel beside (`keep`) or not (`requantise`: an export makes new ones, `bf16`: it writes BF16).
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError, WriteError.
     """
     started = time.monotonic()
     progress, ranks = progress or Progress(), ranks or Ranks()
     snapshot = Snapshot(files_of(source))
-    work = plan_hf2mcore(source, mapping=mapping, layout=layout, drop_mtp=drop_mtp)
+    work = plan_hf2mcore(source, mapping=mapping, layout=layout, drop_mtp=drop_mtp, fp8=fp8)
     if dry_run:
         check_target(target, source, overwrite=overwrite)
         check_space(target, work.disk)
@@ -186,7 +233,7 @@ def hf2mcore(
     ):
         folder = out.folder / ("release" if iteration is None else f"iter_{iteration:07d}")
         folder.mkdir(exist_ok=True)
-        writing = RecordFiles(work.hf, work.plan, work.layout, snapshot.digest)
+        writing = RecordFiles(work.content, work.plan, work.layout, snapshot.digest)
         mine: Any = writing.write(folder, out, crew, progress)
         said = ranks.gather("written", [mine.written, mine.digests])
         digests = {name: digest for _, found in said for name, digest in found.items()}
@@ -195,16 +242,16 @@ def hf2mcore(
         if ranks.is_first:
             write_metadata(folder, [Written(*map(_tuple, w)) for wrote, _ in said for w in wrote])
             rest = [*(c.hf for c in work.plan.copies), *work.carried]
-            digests.update(digest_tensors(work.hf, rest, workers=crew.jobs))
+            digests.update(digest_tensors(work.content, rest, workers=crew.jobs))
             beside = _carried(work, digests)
-            _write_saved(work, saved, beside, digests)
+            _write_saved(work, saved, beside, digests, crew, progress, verify=verify)
             write_common(folder, _common(work, iteration))
             write_config(folder)
         digests, beside = ranks.gather("described", (digests, beside))[0]
         if verify:
             carried = open_hf(carried_folder(saved)) if beside else None
             view = HfView(open_torch_dist(folder), work.plan, work.layout, carried)
-            wanted = {n: work.hf.tensors[n] for n in (*work.names, *work.carried)}
+            wanted = {n: work.content.tensors[n] for n in (*work.names, *work.carried)}
             verify_digests(view, wanted, digests, progress, ranks=ranks, jobs=crew.jobs)
         snapshot.require_unchanged()
         ranks.gather("verified", None)
@@ -232,31 +279,55 @@ def _carried(work: HfToMcore, digests: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _write_saved(
-    work: HfToMcore, saved: Path, beside: tuple[str, ...], digests: Mapping[str, str]
+    work: HfToMcore,
+    saved: Path,
+    beside: tuple[str, ...],
+    digests: Mapping[str, str],
+    crew: Crew,
+    progress: Progress,
+    *,
+    verify: bool,
 ) -> None:
-    hf = work.hf
-    kept = {n: s for n, s in hf.tensors.items() if n in digests}
-    manifest = Manifest(hf.path, "hf", kept, dict(digests), hf.config)
-    if work.dropped:
-        shards = {
-            name: header
-            for name, old in hf.shards.items()
-            if (header := without(old, work.dropped)) is not None
-        }
-        write_source(hf, saved, manifest, shards)
-        assert hf.config is not None
-        write_bytes(saved / "files" / "config.json", config_without_mtp(hf.config))
+    hf, content, stored = work.hf, work.content, work.stored
+    known = {**digests, **_keep_fp8(work, quantised_folder(saved), crew, progress, verify=verify)}
+    described = {n: s for n, s in stored.items() if n in known}
+    config = changed_config(
+        hf.config or {}, drop_mtp=bool(work.dropped), bf16=work.fp8 == "bf16",
+        dropped=work.dropped, left=stored,
+    )  # fmt: skip
+    shards = shards_of(hf.shards, stored)
+    manifest = Manifest(
+        hf.path, "hf", described, {n: known[n] for n in described}, config or hf.config
+    )
+    write_source(hf, saved, manifest, shards)
+    if config is not None:
+        write_bytes(saved / "files" / "config.json", config_bytes(config))
         if hf.index_name is not None:
             write_bytes(saved / "files" / hf.index_name, index_bytes(shards))
-    else:
-        write_source(hf, saved, manifest, hf.shards)
     if beside:
         folder = carried_folder(saved)
         folder.mkdir()
         path = folder / "model.safetensors"
-        header = make_header(path, {n: hf.tensors[n] for n in beside}, {"format": "pt"})
+        header = make_header(path, {n: content.tensors[n] for n in beside}, {"format": "pt"})
         with Files() as files:
-            write_shard(path, header, lambda n: blocks(hf, n, files))
+            write_shard(path, header, lambda n: blocks(content, n, files))
+
+
+def _keep_fp8(
+    work: HfToMcore, folder: Path, crew: Crew, progress: Progress, *, verify: bool
+) -> dict[str, str]:
+    """Digests of codes and scales, which are written to `folder` if they shall travel."""
+    kept = work.kept
+    if not kept or work.fp8 == "bf16":
+        return {}
+    progress.begin("keep FP8", sum(spec.nbytes for spec in kept.values()))
+    if work.fp8 == "requantise":
+        return dict(digest_tensors(work.hf, list(kept), progress.advance, crew.jobs))
+    folder.parent.mkdir(exist_ok=True)
+    digests = write_kept(work.hf, kept, folder, crew, progress.advance)
+    if verify:
+        verify_digests(open_hf(folder), kept, digests, progress, jobs=crew.jobs)
+    return digests
 
 
 def _common(work: HfToMcore, iteration: int | None) -> dict[str, object]:
@@ -288,7 +359,7 @@ def _outcome(
         target=target,
         model_type=work.plan.geometry.model_type,
         tensors=len(work.names),
-        nbytes=sum(work.hf.tensors[n].nbytes for n in work.names),
+        nbytes=sum(work.content.tensors[n].nbytes for n in work.names),
         mtp_depths=work.plan.geometry.depths,
         mtp_tensors=sum(r.kind == "mtp" for r in work.plan.regions.values()),
         layout=work.layout.name,
@@ -299,4 +370,5 @@ def _outcome(
         dry_run=dry_run,
         carried=carried,
         notes=tuple(notes),
+        steps=import_steps(work.content, work.fp8),
     )

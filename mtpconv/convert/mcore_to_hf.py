@@ -5,11 +5,22 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
 from mtpconv import __version__
-from mtpconv.convert.agreement import DROP_HINT, config_without_mtp, is_mtp_name
+from mtpconv.convert.agreement import DROP_HINT, is_mtp_name
+from mtpconv.convert.configs import changed_config, config_bytes
+from mtpconv.convert.fp8 import (
+    Fp8,
+    bf16_inventory,
+    export_steps,
+    exported,
+    fp8_mode,
+    shards_of,
+    source_fp8,
+)
 from mtpconv.convert.hf_to_mcore import BASE_MEMORY, MEMORY_PER_TENSOR, table_for
 from mtpconv.convert.journal import Done
 from mtpconv.convert.outcome import Outcome
@@ -20,17 +31,20 @@ from mtpconv.convert.snapshot import Snapshot, files_of
 from mtpconv.convert.verify import require_accepted, verify_digests
 from mtpconv.errors import RefusedError, UsageError
 from mtpconv.mapping.check import check_plan, is_carried
-from mtpconv.mapping.plan import make_plan
+from mtpconv.mapping.plan import Plan, make_plan
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
 from mtpconv.store.checkpoint import require_sound
+from mtpconv.store.content import Pieced
 from mtpconv.store.crew import Crew
 from mtpconv.store.dist_folder import COMMON, CONFIG, METADATA, find_folder
+from mtpconv.store.fp8_tensors import SCALE
 from mtpconv.store.hf import open_hf
-from mtpconv.store.hf_writer import index_bytes, make_headers, without
+from mtpconv.store.hf_writer import index_bytes, make_headers
+from mtpconv.store.legacy import open_megatron
+from mtpconv.store.legacy_file import NAME as RANK_FILE
 from mtpconv.store.safetensors_header import ShardHeader
 from mtpconv.store.source import HfSource, copy_file, find_source, read_source, write_bytes
-from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.view import HfView, describe_missing
 
 #: Small files that say what a torch_dist folder holds.
@@ -38,9 +52,10 @@ DESCRIPTIONS = frozenset({METADATA, CONFIG, COMMON})
 
 
 def checkpoint_files(source: Path) -> list[Path]:
-    """The files of a torch_dist checkpoint that are read."""
+    """The files of a Megatron checkpoint that are read."""
     folder, _, _ = find_folder(source)
-    return [p for p in files_of(folder) if p.suffix == ".distcp" or p.name in DESCRIPTIONS]
+    wanted = [p for p in files_of(folder) if p.suffix == ".distcp" or p.name in DESCRIPTIONS]
+    return [*wanted, *sorted(folder.glob(f"mp_rank_*/{RANK_FILE}"))]
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,14 @@ class McoreToHf:
     """An export that was planned and found possible; nothing is written yet."""
 
     view: HfView
+    #: what is written: the view, or its weights seen as the source's FP8
+    content: Pieced
     source: HfSource
+    #: names of weights that the source has in FP8
+    fp8: frozenset[str]
+    mode: Fp8
+    #: the config to write, None for the source's own bytes
+    config: dict[str, Any] | None
     #: shards to write, by file name
     headers: dict[str, ShardHeader]
     drop_mtp: bool
@@ -73,12 +95,14 @@ def plan_mcore2hf(
     like: Path | None = None,
     mapping: Path | None = None,
     drop_mtp: bool = False,
+    fp8: str = "keep",
 ) -> McoreToHf:
     """Open and check a torch_dist checkpoint; everything that can be refused is refused here.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError.
     """
-    checkpoint = open_torch_dist(source)
+    mode = fp8_mode(fp8)
+    checkpoint = open_megatron(source)
     require_sound(checkpoint)
     origin = read_source(like) if like is not None else find_source(source)
     if origin is None:
@@ -94,15 +118,32 @@ def plan_mcore2hf(
         raise RefusedError(str(faults[0]))
     view = HfView(checkpoint, plan, carried=origin.carried)
     require_sound(view)
+    quantised = source_fp8(origin, table) if origin.headers or mode != "bf16" else {}
+    content = exported(view, quantised, origin, mode, source)
+    stored = {n: spec for h in origin.headers.values() for n, spec in h.tensors.items()}
+    if mode == "bf16":
+        stored = bf16_inventory(stored, quantised)
+    gone = [n for n in stored if drop_mtp and is_mtp_name(plan, n.removesuffix(SCALE))]
+    left = {n: spec for n, spec in stored.items() if n not in set(gone)}
+    wanted = plan
     if drop_mtp:
-        return _without_mtp(view, origin)
-    _require_whole(view, source)
-    headers = dict(origin.headers)
-    if headers:
-        _require_same_inventory(view, headers, origin, source)
+        wanted = make_plan(origin.config, table, present, depths=0)
+        _require_trunk(view, wanted)
     else:
-        headers = make_headers(origin.path, {n: view.tensors[n] for n in plan.hf})
-    return McoreToHf(view, origin, headers, False, bool(origin.headers))
+        _require_whole(view, source)
+    if stored:
+        headers = shards_of(origin.headers, left)
+    else:
+        headers = make_headers(origin.path, {n: view.tensors[n] for n in wanted.hf})
+    if stored and not drop_mtp:
+        _require_same_inventory(view, content, headers, origin, source)
+    config = changed_config(
+        origin.config, drop_mtp=drop_mtp, bf16=mode == "bf16", dropped=gone, left=left
+    )
+    same = bool(stored) and headers == dict(origin.headers)
+    return McoreToHf(
+        view, content, origin, frozenset(quantised), mode, config, headers, drop_mtp, same
+    )
 
 
 def mcore2hf(
@@ -112,6 +153,7 @@ def mcore2hf(
     like: Path | None = None,
     mapping: Path | None = None,
     drop_mtp: bool = False,
+    fp8: str = "keep",
     overwrite: bool = False,
     verify: bool = True,
     dry_run: bool = False,
@@ -125,6 +167,10 @@ def mcore2hf(
     With several `ranks` all call this with the same arguments; each writes its shards. Without
     `verify` nobody looks at the bytes, so `unchanged` is not known.
 
+    `fp8` says what becomes of weights that the source has in block FP8: those that did not change
+    get their kept codes and scales; those that did are quantised under kept scales (`keep`) or
+    fresh ones (`requantise`); or all are written as BF16 (`bf16`).
+
     Law: with unchanged weights every file has the bytes of the original.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError, WriteError.
@@ -132,7 +178,7 @@ def mcore2hf(
     started = time.monotonic()
     progress, ranks = progress or Progress(), ranks or Ranks()
     snapshot = Snapshot(checkpoint_files(source))
-    work = plan_mcore2hf(source, like=like, mapping=mapping, drop_mtp=drop_mtp)
+    work = plan_mcore2hf(source, like=like, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8)
     if dry_run:
         check_target(target, source, overwrite=overwrite)
         check_space(target, work.disk)
@@ -149,7 +195,7 @@ def mcore2hf(
             _write_rest(work, out.folder)
         ranks.gather("described", None)
         if verify:
-            specs = {n: work.view.tensors[n] for n in work.names}
+            specs = {n: work.content.tensors[n] for n in work.names}
             written = open_hf(out.folder)
             require_sound(written)
             require_accepted([h.file for h in written.shards.values()])
@@ -180,8 +226,8 @@ def _write_rest(work: McoreToHf, folder: Path) -> None:
     for name in work.source.files:
         if name not in ("config.json", index):
             copy_file(work.source.files_root / name, folder / name)
-    if work.drop_mtp:
-        write_bytes(folder / "config.json", config_without_mtp(work.source.config))
+    if work.config is not None:
+        write_bytes(folder / "config.json", config_bytes(work.config))
     else:
         copy_file(work.source.files_root / "config.json", folder / "config.json")
     if index is not None:
@@ -192,22 +238,10 @@ def _write_rest(work: McoreToHf, folder: Path) -> None:
             write_bytes(folder / index, index_bytes(work.headers))
 
 
-def _without_mtp(view: HfView, origin: HfSource) -> McoreToHf:
-    plan = view.plan
-    trunk = make_plan(plan.geometry.config, plan.table, origin.names or None, depths=0)
+def _require_trunk(view: HfView, trunk: Plan) -> None:
     absent = [n for n in trunk.hf if n not in view.tensors]
     if absent:
         raise RefusedError(f"{describe_missing(view, absent)}; the trunk itself is not whole")
-    if origin.headers:
-        gone = [n for n in origin.names if is_mtp_name(plan, n)]
-        headers = {
-            name: header
-            for name, old in origin.headers.items()
-            if (header := without(old, gone)) is not None
-        }
-    else:
-        headers = make_headers(origin.path, {n: view.tensors[n] for n in trunk.hf})
-    return McoreToHf(view, origin, headers, True, False)
 
 
 def _require_whole(view: HfView, source: Path) -> None:
@@ -237,11 +271,15 @@ def _require_whole(view: HfView, source: Path) -> None:
 
 
 def _require_same_inventory(
-    view: HfView, headers: dict[str, ShardHeader], origin: HfSource, source: Path
+    view: HfView,
+    content: Pieced,
+    headers: dict[str, ShardHeader],
+    origin: HfSource,
+    source: Path,
 ) -> None:
     wanted = {n: spec for h in headers.values() for n, spec in h.tensors.items()}
     table = view.plan.table
-    unknown = [n for n in wanted if n not in view.tensors]
+    unknown = [n for n in wanted if n not in content.tensors]
     if unknown:
         carried = [n for n in unknown if is_carried(table, n)]
         hint = "; pass the saved hf_source folder with --like, it has them" if carried else ""
@@ -249,14 +287,14 @@ def _require_same_inventory(
             f"{origin.path}: {len(unknown)} tensors of its shards are not in the checkpoint: "
             f"{compress(unknown, 4)}{hint}"
         )
-    extra = [n for n in view.tensors if n not in wanted]
+    extra = [n for n in content.tensors if n not in wanted]
     if extra:
         raise RefusedError(
             f"{source}: {len(extra)} tensors have no place in the shards of {origin.path}: "
             f"{compress(extra, 4)}"
         )
     for name, spec in wanted.items():
-        have = view.tensors[name]
+        have = content.tensors[name]
         if have != spec:
             raise RefusedError(
                 f"{source}: {name} is {have.dtype} {list(have.shape)}, in {origin.path} it is "
@@ -273,7 +311,8 @@ def _write_shards(
     progress.begin("convert", sum(work.headers[n].size for n in names))
     for name in names:
         header = work.headers[name]
-        holds = blake3(f"{__version__} {source}\n".encode() + header.raw).hexdigest()
+        made_of = f"{__version__} {source} {work.mode if work.fp8 else ''}\n"
+        holds = blake3(made_of.encode() + header.raw).hexdigest()
         found = out.finished(name, holds) if digest else None
         if found is not None and shard_is_whole(found[0], header, found[1].digests, crew):
             out.take_over(found[0], out.folder, found[1])
@@ -283,7 +322,7 @@ def _write_shards(
         progress.advance(header.data_start)
         path = out.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = write_shard(path, header, work.view, crew, progress.advance, digest=digest)
+        made = write_shard(path, header, work.content, crew, progress.advance, digest=digest)
         out.journal.add(name, Done(holds, made))
         digests.update(made)
     return digests
@@ -312,9 +351,9 @@ def _outcome(
         target=target,
         model_type=plan.geometry.model_type,
         tensors=len(names),
-        nbytes=sum(work.view.tensors[n].nbytes for n in names),
+        nbytes=sum(work.content.tensors[n].nbytes for n in names),
         mtp_depths=0 if work.drop_mtp else plan.geometry.depths,
-        mtp_tensors=sum(is_mtp_name(plan, n) for n in names),
+        mtp_tensors=sum(is_mtp_name(plan, n.removesuffix(SCALE)) for n in names),
         layout=work.view.layout.name,
         disk=work.disk,
         memory=BASE_MEMORY + MEMORY_PER_TENSOR * len(names),
@@ -323,4 +362,5 @@ def _outcome(
         dry_run=dry_run,
         unchanged=unchanged,
         notes=tuple(notes),
+        steps=export_steps(work.content, work.fp8),
     )

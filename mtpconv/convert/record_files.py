@@ -21,9 +21,9 @@ from mtpconv.progress import Progress
 from mtpconv.store.content import Run, run_blocks
 from mtpconv.store.crc import crc32
 from mtpconv.store.crew import Crew
+from mtpconv.store.dequant import HfTensors
 from mtpconv.store.extra_state import extra_state_keys
 from mtpconv.store.files import Files
-from mtpconv.store.hf import HfCheckpoint
 from mtpconv.store.torch_dist_writer import FILE_LIMIT, TorchDistWriter, Written
 
 #: No writer begins a second file by itself: a file is what is taken over or not.
@@ -41,7 +41,7 @@ class RecordFiles:
     """Writes the records of a plan; `source` stands for the state of the source."""
 
     def __init__(
-        self, hf: HfCheckpoint, plan: Plan, layout: Layout, source: str, limit: int = FILE_LIMIT
+        self, hf: HfTensors, plan: Plan, layout: Layout, source: str, limit: int = FILE_LIMIT
     ) -> None:
         self._plan = plan
         self._recorder = Recorder(hf, plan, layout)

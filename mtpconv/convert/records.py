@@ -26,9 +26,9 @@ from mtpconv.store.content import (
 )
 from mtpconv.store.crc import crc32
 from mtpconv.store.crew import Crew, batches
+from mtpconv.store.dequant import HfTensors
 from mtpconv.store.digest import digest_reading
 from mtpconv.store.files import BLOCK
-from mtpconv.store.hf import HfCheckpoint
 from mtpconv.store.record_writer import ALIGNMENT, tensor_frame
 from mtpconv.store.torch_dist_writer import Reservation, TorchDistWriter, write_at
 from mtpconv.tensors import DTYPE_BITS, Box, Shape, TensorSpec
@@ -69,7 +69,7 @@ class _Form(NamedTuple):
 class Recorder:
     """Makes records of steps; experts and layers of one kind share all but names and places."""
 
-    def __init__(self, hf: HfCheckpoint, plan: Plan, layout: Layout) -> None:
+    def __init__(self, hf: HfTensors, plan: Plan, layout: Layout) -> None:
         self._hf = hf
         self._plan = plan
         self._layout = layout
@@ -154,7 +154,7 @@ def _form(step: Step, dtype: str, lead: Shape) -> _Form:
     return _Form(TensorSpec(dtype, (*lead, *inner.shape)), whole, inner, tuple(runs))
 
 
-def megatron_pieces(hf: HfCheckpoint, step: Step) -> list[Piece]:
+def megatron_pieces(hf: HfTensors, step: Step) -> list[Piece]:
     """Where the bytes of a step's Megatron tensor lie in the HF folder."""
     found = []
     for move in step.op.moves([hf.tensors[n].shape for n in step.hf]):

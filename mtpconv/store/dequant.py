@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from mtpconv.store.files import Computed, Files
 from mtpconv.store.fp8_tensors import Quantised
 from mtpconv.store.hf import HfCheckpoint
 from mtpconv.tensors import Box, TensorSpec
+
+#: An HF folder as stored, or with its FP8 weights as BF16.
+HfTensors: TypeAlias = "HfCheckpoint | Dequantised"
 
 
 class Dequantised:
@@ -160,6 +164,17 @@ class Stream:
         part, self._rest = self._rest[:most], self._rest[most:]
         self._at += len(part)
         return part
+
+
+class Kept:
+    """A stored tensor, byte for byte."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._chunk = _only(checkpoint, name)
+
+    def read_into(self, files: Files, start: int, view: memoryview) -> None:
+        """Fill `view` from byte `start` of the tensor."""
+        files.read_into(self._chunk.file, self._chunk.start + start, view)
 
 
 def whole(source: Computed, spec: TensorSpec) -> list[Piece]:

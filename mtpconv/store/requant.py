@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from mtpconv.store import fp8
 from mtpconv.store.checkpoint import Checkpoint
 from mtpconv.store.content import Piece, Pieced, blocks, pieces
-from mtpconv.store.dequant import Stream, Values, whole
-from mtpconv.store.files import Files
+from mtpconv.store.dequant import Kept, Stream, Values, whole
+from mtpconv.store.files import Computed, Files
 from mtpconv.store.fp8_tensors import Quantised, with_scales
 from mtpconv.tensors import TensorSpec
 
@@ -50,36 +50,41 @@ class Requantised:
         self._changes: OrderedDict[str, _Change] = OrderedDict()
         self._nbytes = 0
         self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
 
     def pieces(self, name: str) -> Sequence[Piece]:
-        """Where the bytes lie; comparing a weight with its kept codes happens here, once."""
+        """Where the bytes lie, or how they are worked out; nothing is compared before reading."""
         owner = self._owner.get(name)
         if owner is None:
             return pieces(self._plain, name)
-        if not self.tensors[name].elements:
-            return []
-        change = self._change(owner)
+        return whole(_Lazy(self, owner, name), self.tensors[name])
+
+    def stream(self, owner: Quantised, name: str, files: Files) -> Computed:
+        """Where the bytes of codes or scales come from, now that it has to be known."""
+        change = self._change(owner, files)
         if change is None:
             assert self._kept is not None  # without kept codes every block counts as changed
-            return pieces(self._kept, name)
-        stream = self._codes if name == owner.name else self._scale_bytes
-        return whole(Stream(lambda files: stream(owner, change, files)), self.tensors[name])
+            return Kept(self._kept, name)
+        made = self._codes if name == owner.name else self._scale_bytes
+        return Stream(lambda own: made(owner, change, own))
 
-    def _change(self, owner: Quantised) -> _Change | None:
+    def _change(self, owner: Quantised, files: Files) -> _Change | None:
         with self._lock:
-            found = self._changes.get(owner.name)
-            if found is not None or self.seen.get(owner.name) == (0, 0):
-                return found
-        with Files() as files:
+            mine = self._locks.setdefault(owner.name, threading.Lock())
+        with mine:  # codes and scales of one weight may be asked for at the same time
+            with self._lock:
+                found = self._changes.get(owner.name)
+                if found is not None or self.seen.get(owner.name) == (0, 0):
+                    return found
             found = self._compare(owner, files)
-        with self._lock:
-            self.seen[owner.name] = found.counts
-            if not found.counts[0]:
-                return None
-            self._changes[owner.name] = found
-            self._nbytes += found.nbytes
-            while self._nbytes > _REMEMBERED and len(self._changes) > 1:
-                self._nbytes -= self._changes.popitem(last=False)[1].nbytes
+            with self._lock:
+                self.seen[owner.name] = found.counts
+                if not found.counts[0]:
+                    return None
+                self._changes[owner.name] = found
+                self._nbytes += found.nbytes
+                while self._nbytes > _REMEMBERED and len(self._changes) > 1:
+                    self._nbytes -= self._changes.popitem(last=False)[1].nbytes
         return found
 
     def _compare(self, owner: Quantised, files: Files) -> _Change:
@@ -139,6 +144,22 @@ class Requantised:
             source.read_into(files, at, words.reshape(-1).view("u1").data)
             at += words.nbytes
             yield words, first, last, row
+
+
+class _Lazy:
+    """Codes or scales of one weight; reading the first byte decides where they come from."""
+
+    def __init__(self, view: Requantised, owner: Quantised, name: str) -> None:
+        self._view = view
+        self._owner = owner
+        self._name = name
+        self._source: Computed | None = None
+
+    def read_into(self, files: Files, start: int, view: memoryview) -> None:
+        """Fill `view` from byte `start`."""
+        if self._source is None:
+            self._source = self._view.stream(self._owner, self._name, files)
+        self._source.read_into(files, start, view)
 
 
 @dataclass(frozen=True, slots=True)
