@@ -33,6 +33,14 @@ DropMtp = Annotated[
     bool,
     typer.Option("--drop-mtp", help="Leave MTP out on purpose; the written config then says 0."),
 ]
+Fp8 = Annotated[
+    str,
+    typer.Option(
+        "--fp8",
+        help="Block FP8: keep codes and scales (default), requantise what changed with fresh "
+        "scales, or bf16 (docs/fp8.md).",
+    ),
+]
 NoVerify = Annotated[
     bool, typer.Option("--no-verify", help="Do not read the output back and compare it.")
 ]
@@ -72,6 +80,7 @@ def hf2mcore(
     ] = None,
     mapping: Mapping = None,
     drop_mtp: DropMtp = False,
+    fp8: Fp8 = "keep",
     overwrite: Overwrite = False,
     no_verify: NoVerify = False,
     dry_run: DryRun = False,
@@ -84,7 +93,7 @@ def hf2mcore(
     from mtpconv.cli.convert import run_hf2mcore
 
     run_hf2mcore(
-        src, dst, layout=layout, iteration=iteration, mapping=mapping, drop_mtp=drop_mtp,
+        src, dst, layout=layout, iteration=iteration, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8,
         overwrite=overwrite, verify=not no_verify, dry_run=dry_run, quiet=quiet,
     )  # fmt: skip
 
@@ -102,6 +111,7 @@ def mcore2hf(
     ] = None,
     mapping: Mapping = None,
     drop_mtp: DropMtp = False,
+    fp8: Fp8 = "keep",
     overwrite: Overwrite = False,
     no_verify: NoVerify = False,
     dry_run: DryRun = False,
@@ -114,7 +124,7 @@ def mcore2hf(
     from mtpconv.cli.convert import run_mcore2hf
 
     run_mcore2hf(
-        src, dst, like=like, mapping=mapping, drop_mtp=drop_mtp, overwrite=overwrite,
+        src, dst, like=like, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8, overwrite=overwrite,
         verify=not no_verify, dry_run=dry_run, quiet=quiet,
     )  # fmt: skip
 
@@ -160,6 +170,16 @@ def check(
     from mtpconv.cli.plan import run_check
 
     run_check(table, config=config, inventory=inventory)
+
+
+@app.command()
+def families(
+    form: Annotated[str, typer.Option("--format", help="text, json or markdown.")] = "text",
+) -> None:
+    """List the model types with a mapping table: MTP depths, directions, proofs, releases."""
+    from mtpconv.cli.plan import run_families
+
+    run_families(form)
 
 
 @app.command()
@@ -338,3 +358,51 @@ def selftest(
     from mtpconv.cli.selftest import run
 
     run(hf, quiet=quiet)
+
+
+@app.command()
+def acceptance(
+    checkpoint: Annotated[Path, typer.Argument(help="HuggingFace or torch_dist folder.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file, a prompt per line; else seeded random tokens.")
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Drafts per pass; default: the number of MTP depths.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 48,
+    draft: Annotated[
+        str, typer.Option(help="Who drafts: mtp, ngram, or the folder of a smaller model.")
+    ] = "mtp",
+    temperature: Annotated[float, typer.Option(help="0 is greedy; else rejection sampling.")] = 0.0,
+    min_acceptance: Annotated[
+        float | None, typer.Option(help="Exit 1 below this share of kept first drafts.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Exit 1 if acceptance fell by more than --margin.")
+    ] = None,
+    margin: Annotated[float, typer.Option(help="For --against.")] = 0.02,
+    draft_cost: Annotated[
+        float | None, typer.Option(help="Cost of one draft per pass, instead of measuring it.")
+    ] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="Config and tokenizer for a torch_dist folder without them.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random prompts and of sampling.")] = 0,
+    form: Annotated[
+        str, typer.Option("--format", help="On standard output: text or json.")
+    ] = "text",
+    quiet: Quiet = False,
+) -> None:
+    """Draft with the checkpoint's own MTP, verify with its trunk, count what was kept.
+
+    Needs the extra: pip install 'mtpconv[parity]'.
+    """
+    from mtpconv.cli.model import run_acceptance
+
+    run_acceptance(
+        checkpoint, form=form, quiet=quiet, prompts=prompts, depth=depth, tokens=tokens,
+        draft=draft, temperature=temperature, min_acceptance=min_acceptance, against=against,
+        margin=margin, draft_cost=draft_cost, like=like, device=device, dtype=dtype, seed=seed,
+    )  # fmt: skip

@@ -31,6 +31,7 @@ def run_parity(
         raise UsageError(f"--format {form}: must be text or json")
     if html is not None and not html.parent.is_dir():
         raise UsageError(f"--html {html}: {html.parent} is no folder")
+    _hush()
     done = compare(hf, mcore, ParityOptions(**options))
     if html is not None:
         write_file(html, render_html(done))
@@ -39,6 +40,15 @@ def run_parity(
     elif not quiet:
         typer.echo(render_text(done))
     raise typer.Exit(done.exit_code)
+
+
+def _hush() -> None:
+    """Megatron and transformers warn of what they lack for speed; here only the answer counts."""
+    import os
+    import warnings
+
+    if not os.environ.get("MTPCONV_TRACEBACK"):
+        warnings.simplefilter("ignore")
 
 
 def run_args(model: Path, *, form: str, mapping: Path | None) -> None:
@@ -67,3 +77,20 @@ def run_args(model: Path, *, form: str, mapping: Path | None) -> None:
             typer.echo(f"args.{name} = {value!r}")
     else:
         raise UsageError(f"--format {form}: must be flags, yaml or namespace")
+
+
+def run_acceptance(checkpoint: Path, *, form: str, quiet: bool, **options: Any) -> None:
+    """Draft and verify; exit 1 if a gate was set and not met."""
+    from mtpconv.parity.acceptance.render import render_json, render_text
+    from mtpconv.parity.acceptance.report import AcceptanceOptions
+    from mtpconv.parity.acceptance.run import run_acceptance as measure
+
+    if form not in ("text", "json"):
+        raise UsageError(f"--format {form}: must be text or json")
+    _hush()
+    done = measure(checkpoint, AcceptanceOptions(**options))
+    if form == "json":
+        typer.echo(render_json(done))
+    elif not quiet:
+        typer.echo(render_text(done))
+    raise typer.Exit(0 if done.verdict == "pass" else 1)
