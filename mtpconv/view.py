@@ -30,8 +30,6 @@ class HfView:
     otherwise is in `problems`. `carried` supplies tensors that Megatron has no place for.
     """
 
-    format = "torch_dist"
-
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -57,6 +55,11 @@ class HfView:
     def path(self) -> Path:
         """The folder the user named."""
         return self.checkpoint.path
+
+    @property
+    def format(self) -> str:
+        """That of the Megatron checkpoint."""
+        return self.checkpoint.format
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         """Never answers: HF tensors are cut out of chunks; ask for `pieces`."""

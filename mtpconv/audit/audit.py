@@ -136,7 +136,8 @@ def _audit_single(
     if after.expected is not None:
         regions |= {n: after.expected.regions[n] for n in missing}
     looked = Looked(
-        None, after, "L0" if after.tensors else "none", Compared(len(after.tensors), nbytes),
+        None, after, "L0" if after.tensors else "none",
+        Compared(len(after.tensors), nbytes, (), after.notes),
         status, dict(sorted(states.items())), regions, nothing=not after.tensors,
         checked=_checked(None, after, options, base),
     )  # fmt: skip

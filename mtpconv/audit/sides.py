@@ -6,7 +6,7 @@ is converted to disk.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,14 @@ from mtpconv.store.dequant import Dequantised
 from mtpconv.store.dist_folder import is_torch_dist
 from mtpconv.store.fp8_tensors import find_fp8
 from mtpconv.store.hf import HfCheckpoint, open_hf
+from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.manifest import Manifest, read_manifest
 from mtpconv.store.source import find_source
-from mtpconv.store.torch_dist import TorchDistCheckpoint, open_torch_dist
 from mtpconv.view import HfView
 
 #: Layers times experts; Kimi-K2, the largest seen, has 61 x 384 = 23,424.
 _MAX_BLOCKS = 500_000
-Opened = HfCheckpoint | TorchDistCheckpoint | Manifest
+Opened = HfCheckpoint | MegatronCheckpoint | Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ def open_any(path: Path) -> Opened:
     """
     if path.is_file():
         return read_manifest(path)
-    # A folder with shards is HF whatever else it holds; torch_dist never has any.
+    # A folder with shards is HF whatever else it holds; Megatron's never have any.
     if next(path.glob("*.safetensors*"), None) is None and is_torch_dist(path):
-        return open_torch_dist(path)
+        return open_megatron(path)
     return open_hf(path)
 
 
@@ -86,15 +86,27 @@ def open_sides(
         return Sides(None, _alone(right, mapping), _plain(origin))
     if len(formats) == 1:
         return Sides(_plain(left), _plain(right) or _alone(right, mapping), _plain(origin))
-    hf = next(
-        o
-        for o in (left, right, origin)
-        if o is not None and not isinstance(o, TorchDistCheckpoint) and _names_of(o) == "hf"
-    )
-    if hf.config is None:
-        raise UnreadableError(f"{hf.path}: has no config.json; it says which table translates")
-    plan = _plan(hf.config, mapping, hf.tensors.keys())
+    plan = _shared_plan([o for o in (left, right, origin) if o is not None], mapping)
     return Sides(_seen(left, plan), _must(_seen(right, plan)), _seen(origin, plan))
+
+
+def _shared_plan(opened: Sequence[Opened], mapping: Path | None) -> Plan:
+    """The plan through which sides of several formats are compared."""
+    for one in opened:
+        if not isinstance(one, MegatronCheckpoint) and _names_of(one) == "hf":
+            if one.config is None:
+                raise UnreadableError(
+                    f"{one.path}: has no config.json; it says which table translates"
+                )
+            return _plan(one.config, mapping, one.tensors.keys())
+    for one in opened:  # torch_dist against legacy
+        source = find_source(one.path)
+        if source is not None:
+            return _plan(source.config, mapping, source.names)
+    raise UnsupportedError(
+        f"{opened[0].path}: Megatron checkpoints of two formats are compared through HF names, and "
+        "neither has an hf_source folder; compare each with the HuggingFace folder"
+    )
 
 
 def expected_inventory(
@@ -173,7 +185,7 @@ def _plain(opened: Opened | None) -> Subject | None:
 
 def _seen(opened: Opened | None, plan: Plan) -> Subject | None:
     """A side under HF names."""
-    if not isinstance(opened, TorchDistCheckpoint):
+    if not isinstance(opened, MegatronCheckpoint):
         if isinstance(opened, Manifest) and opened.source_format != "hf":
             raise UnsupportedError(
                 f"{opened.path}: is a manifest of Megatron tensors; without their bytes they "

@@ -12,6 +12,7 @@ from mtpconv.audit.promise import naming_of
 from mtpconv.store.checkpoint import Checkpoint, Problem
 from mtpconv.store.content import Piece, Pieced, pieces
 from mtpconv.store.hf import CONFIG_NAME, HfCheckpoint
+from mtpconv.store.legacy import MegatronCheckpoint
 from mtpconv.store.manifest import Manifest
 from mtpconv.store.torch_dist import TorchDistCheckpoint
 from mtpconv.tensors import Region, TensorSpec
@@ -138,7 +139,7 @@ def hf_subject(checkpoint: HfCheckpoint, expected: Expected | None = None) -> Su
 
 def manifest_subject(manifest: Manifest) -> Subject:
     """A saved manifest as one side."""
-    source = ARGS if manifest.source_format == "torch_dist" else CONFIG_NAME
+    source = CONFIG_NAME if manifest.source_format == "hf" else ARGS
     return Subject(
         str(manifest.path), "manifest", manifest, (), manifest.config, source,
         digests=manifest.digests,
@@ -157,8 +158,9 @@ def view_subject(view: HfView, expected: Expected | None = None) -> Subject:
     ]
     problems = [*_under_hf_names(view), *unknown]
     return Subject(
-        str(view.path), "torch_dist", view, problems, _args(view.checkpoint), ARGS,
+        str(view.path), view.format, view, problems, _args(view.checkpoint), ARGS,
         expected=expected, regions=view.plan.regions, dialect=view.layout.name,
+        notes=_left_out(view.checkpoint),
     )  # fmt: skip
 
 
@@ -174,16 +176,23 @@ def _under_hf_names(view: HfView) -> Iterator[Problem]:
         yield replace(problem, tensors=tuple(sorted(found)))
 
 
-def torch_dist_subject(checkpoint: TorchDistCheckpoint) -> Subject:
-    """A torch_dist checkpoint under its own sharded keys as one side."""
+def torch_dist_subject(checkpoint: MegatronCheckpoint) -> Subject:
+    """A Megatron checkpoint under its own sharded keys as one side."""
     return Subject(
-        str(checkpoint.path), "torch_dist", checkpoint, checkpoint.problems, _args(checkpoint), ARGS
-    )
+        str(checkpoint.path), checkpoint.format, checkpoint, checkpoint.problems,
+        _args(checkpoint), ARGS, notes=_left_out(checkpoint),
+    )  # fmt: skip
+
+
+def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
+    if isinstance(checkpoint, MegatronCheckpoint) and checkpoint.ignored:
+        return (f"{checkpoint.path}: optimizer state ({checkpoint.ignored} entries) not compared",)
+    return ()
 
 
 def _args(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """What the saved args say about layers; None if they say nothing about MTP."""
-    if not isinstance(checkpoint, TorchDistCheckpoint):
+    if not isinstance(checkpoint, MegatronCheckpoint):
         return None
     args = checkpoint.common.get("args")
     if not isinstance(args, Mapping) or "mtp_num_layers" not in args:

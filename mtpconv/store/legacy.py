@@ -70,7 +70,11 @@ class _Part:
     ways: int
 
 
-def open_megatron(path: Path) -> TorchDistCheckpoint | LegacyCheckpoint:
+#: A Megatron checkpoint of either format.
+MegatronCheckpoint = TorchDistCheckpoint | LegacyCheckpoint
+
+
+def open_megatron(path: Path) -> MegatronCheckpoint:
     """Open a Megatron checkpoint of either format, by what lies in its folder.
 
     Raises: as `open_torch_dist` and `open_legacy`.
