@@ -37,6 +37,8 @@ class Respelling:
     pattern: re.Pattern[str]
     to: str
     axis: str | None
+    #: text of every key that the pattern matches; most keys lack it, and this is seen faster
+    needle: str
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Layout:
         lead: list[int] = []
         for dialect in self.dialects:
             for rule in dialect.rules:
+                if rule.needle not in key:
+                    continue
                 found = rule.pattern.search(key)
                 if found is None:
                     continue
@@ -103,7 +107,8 @@ def read_dialect(name: str) -> Dialect:
 def _rule(raw: Mapping[str, str]) -> Respelling:
     parts = re.split(r"\{(layer|expert)\}", raw["from"])
     pattern = "".join(re.escape(p) if i % 2 == 0 else r"(\d+)" for i, p in enumerate(parts))
-    return Respelling(re.compile(pattern), raw["to"], raw.get("axis"))
+    needle = max(parts[::2], key=len)
+    return Respelling(re.compile(pattern), raw["to"], raw.get("axis"), needle)
 
 
 def layout_of(names: Iterable[str]) -> Layout:

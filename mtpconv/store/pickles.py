@@ -163,6 +163,9 @@ def _run(  # noqa: C901 one table of opcodes
         elif op == 0x6A:  # LONG_BINGET
             push(memo[u32(data, pos)[0]])
             pos += 4
+        elif op == 0x4A:  # BININT
+            push(i32(data, pos)[0])
+            pos += 4
         elif op == 0x71 or op == 0x72:  # BINPUT, LONG_BINPUT
             index = data[pos] if op == 0x71 else u32(data, pos)[0]
             pos += 1 if op == 0x71 else 4
@@ -173,6 +176,8 @@ def _run(  # noqa: C901 one table of opcodes
             marks.append(stack)
             stack = []
             push = stack.append
+        elif op == 0x29:  # EMPTY_TUPLE
+            push(())
         elif op == 0x7D:  # EMPTY_DICT
             spend()
             push({})
@@ -222,14 +227,9 @@ def _run(  # noqa: C901 one table of opcodes
                 raise ValueError
             spend()
             stack[-count:] = (tuple(stack[-count:]),)
-        elif op == 0x29:  # EMPTY_TUPLE
-            push(())
         elif op == 0x4D:  # BININT2
             push(u16(data, pos)[0])
             pos += 2
-        elif op == 0x4A:  # BININT
-            push(i32(data, pos)[0])
-            pos += 4
         elif op == 0x8C or op == 0x58:  # SHORT_BINUNICODE, BINUNICODE
             size = data[pos] if op == 0x8C else u32(data, pos)[0]
             pos += 1 if op == 0x8C else 4
