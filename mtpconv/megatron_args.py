@@ -76,13 +76,16 @@ VALUES: Mapping[str, Any] = {
     "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
     "normalization": "LayerNorm", "norm_epsilon": 1e-5,
     "attention_dropout": 0.1, "hidden_dropout": 0.1,
+    "window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None,
     "experimental_attention_variant": None, "dsa_indexer_n_heads": None,
     "dsa_indexer_head_dim": None, "dsa_indexer_topk": None, "dsa_indexer_topk_freq": 1,
     "dsa_indexer_skip_topk_offset": 0, "dsa_indexer_k_norm_epsilon": None,
     "linear_attention_freq": None, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "hybrid_layer_pattern": None, "mamba_num_heads": None, "mamba_head_dim": 64,
+    "mamba_num_groups": 8, "mamba_state_dim": 128,
     "num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": None,
-    "moe_shared_expert_intermediate_size": None, "moe_router_topk": 2,
+    "moe_shared_expert_intermediate_size": None, "moe_latent_size": None, "moe_router_topk": 2,
     "moe_router_score_function": "softmax", "moe_router_num_groups": None,
     "moe_router_group_topk": None, "moe_router_topk_scaling_factor": None,
     "moe_router_dtype": None,
@@ -95,6 +98,7 @@ VALUES: Mapping[str, Any] = {
 SWITCHES: Mapping[str, tuple[str, bool]] = {
     "untie_embeddings_and_output_weights": ("--untie-embeddings-and-output-weights", True),
     "swiglu": ("--swiglu", True),
+    "squared_relu": ("--squared-relu", True),
     "add_bias_linear": ("--disable-bias-linear", False),
     "add_qkv_bias": ("--add-qkv-bias", True),
     "group_query_attention": ("--group-query-attention", True),
@@ -131,7 +135,7 @@ _NOT_IN_CONFIG = frozenset({
     "group_query_attention", "max_position_embeddings", "position_embedding_type",
     "use_rope_scaling", "rope_scaling_factor", "untie_embeddings_and_output_weights",
     "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "tokenizer_type",
-    "tokenizer_model",
+    "tokenizer_model", "squared_relu", "hybrid_layer_pattern",
 })  # fmt: skip
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -198,7 +202,8 @@ def shell_flags(args: Mapping[str, Any]) -> list[str]:
     """Megatron-LM's command line for the model in `args`; what is Megatron's default is left out.
 
     How a run trains and spreads the model is not in it. Source: every flag is in 0.17.1, 0.18.0
-    and 0.19.2, but for the DSA flags on index sharing, rope, rotation, ReLU and k_norm: 0.19.
+    and 0.19.2, but for the DSA flags on index sharing, rope, rotation, ReLU and k_norm, and those
+    of hybrid models, which were looked up in 0.19.2 only.
 
     Raises: UnsupportedError for a value that no flag can give.
     """
@@ -221,6 +226,8 @@ def shell_flags(args: Mapping[str, Any]) -> list[str]:
 
 def _word(value: Any) -> str:
     """A value as one word; a list as the pattern that Megatron evaluates."""
+    if isinstance(value, tuple):
+        return "(" + ",".join(map(str, value)) + ")"
     if not isinstance(value, list):
         return str(value)
     runs = ((entry, len(list(run))) for entry, run in itertools.groupby(value))

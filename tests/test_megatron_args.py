@@ -47,12 +47,7 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-QWEN3_NEXT: Config = configs.QWEN3_MOE | {
-    "model_type": "qwen3_next", "num_hidden_layers": 8, "shared_expert_intermediate_size": 24,
-    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "num_nextn_predict_layers": 1,
-}  # fmt: skip
+QWEN3_NEXT = configs.QWEN3_NEXT
 DEEPSEEK_V32: Config = configs.GLM_MOE_DSA | {"model_type": "deepseek_v32"}
 SMALL: dict[str, Config] = {
     **configs.WITH_MTP,
@@ -63,6 +58,36 @@ SMALL: dict[str, Config] = {
     "llama, scaled": configs.LLAMA | {"rope_scaling": LLAMA3},
     "mimo": configs.QWEN2_TIED | {"model_type": "mimo", "num_nextn_predict_layers": 1},
     "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_NEXT | {"model_type": "qwen3_5"},
+    "qwen3_5_moe": QWEN3_NEXT | {"model_type": "qwen3_5_moe"},
+    "qwen3_5_moe_text": QWEN3_NEXT | {"model_type": "qwen3_5_moe_text"},
+    "qwen3_5_text": configs.QWEN3_5_TEXT,
+    "bailing_moe_v2": configs.BAILING_MOE_V2,
+    "hy_v3": configs.HY_V3,
+}
+#: Families that Megatron cannot be told whole, and the beginning of every gap.
+GAPS: dict[str, tuple[Config, tuple[str, ...]]] = {
+    "exaone_moe": (configs.EXAONE_MOE, ("exaone_moe: an MTP depth with another MLP",)),
+    "mimo_v2_flash": (
+        configs.MIMO_V2_FLASH,
+        (
+            "mimo_v2_flash: query groups differ by layer",
+            "mimo_v2_flash: values narrower than keys",
+            "mimo_v2_flash: learned softmax offsets",
+            "config.json: swa_rope_theta = 5000",
+            "config.json: attention_value_scale = 0.707",
+        ),
+    ),
+    "minimax_m2": (configs.MINIMAX_M2, ("minimax_m2: q/k norms over all heads at once",)),
+    "step3p5": (
+        configs.STEP3P5,
+        (
+            "config.json: rope_theta differs by layer",
+            "step3p5: an MTP depth with another MLP",
+            "step3p5: attention heads differ by layer",
+            "config.json: use_head_wise_attn_gate = True",
+        ),
+    ),
 }
 
 #: Names that Megatron's load path reads from a checkpoint's `args`, by function, in any version
@@ -228,7 +253,7 @@ def test_a_padded_vocabulary() -> None:
         (configs.DEEPSEEK_V3 | {"norm_topk_prob": False}, "norm_topk_prob = False"),
         (configs.DEEPSEEK_V3 | {"rope_interleave": False}, "rope_interleave = False"),
         (configs.DEEPSEEK_V3 | {"first_k_dense_replace": 3}, "another MLP than the last layer"),
-        (configs.GLM_MOE_DSA | {"indexer_types": ["shared"] * 3}, "layer 0 has an indexer"),
+        (configs.GLM_MOE_DSA | {"indexer_types": ["shared"] * 3}, "follow no index_topk_freq"),
         (QWEN3_NEXT | {"layer_types": ["full_attention"] * 8}, "layer_types"),
         (QWEN3_NEXT | {"num_hidden_layers": 7}, "MTP depths have full attention"),
     ],
@@ -243,6 +268,65 @@ def test_what_megatron_cannot_be_told_is_refused_or_listed(config: Config, messa
     assert message in gaps[0].replace("\\", "")
     assert args["num_layers"] == geometry.layers
     assert args.keys() >= {*COMPARED, *LOADED}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_gaps_of_families_that_megatron_core_lacks_parts_of(name: str) -> None:
+    config, wanted = GAPS[name]
+    gaps: list[str] = []
+    args = megatron_args(read_geometry(config), gaps=gaps)
+    assert len(gaps) == len(wanted)
+    assert all(gap.startswith(start) for gap, start in zip(gaps, wanted, strict=True))
+    assert args.keys() >= {*COMPARED, *TAKEN_OVER, *LOADED, *BUILT_FROM}
+
+
+def test_windows_and_layers_without_rope() -> None:
+    args = megatron_args(read_geometry(configs.EXAONE_MOE), gaps=[])
+    assert (args["window_size"], args["window_attn_skip_freq"]) == ((15, 0), [1, 1, 0, 0])
+    assert args["no_rope_freq"] == [0, 0, 1, 1]
+    flags = " ".join(shell_flags(args))
+    assert "--window-size (15,0) --window-attn-skip-freq ([1]*2+[0]*2)" in flags
+    assert "no_rope_freq" not in megatron_args(read_geometry(configs.STEP3P5), gaps=[])
+
+
+def test_a_hybrid_model_as_flags() -> None:
+    config = configs.NEMOTRON_H | {"num_nextn_predict_layers": 2}
+    assert " ".join(shell_flags(args_of(config))) == (
+        "--num-layers 6 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 "
+        "--num-query-groups 2 --kv-channels 8 --max-position-embeddings 256 "
+        "--position-embedding-type none --normalization RMSNorm --attention-dropout 0.0 "
+        "--hidden-dropout 0.0 --hybrid-layer-pattern MEM*-E/*E/*E --mamba-num-heads 4 "
+        "--mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 16 --num-experts 8 "
+        "--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 40 "
+        "--moe-latent-size 24 --moe-router-topk 4 --moe-router-score-function sigmoid "
+        "--moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 --mtp-num-layers 2 "
+        "--vocab-size 128 --padded-vocab-size 128 --tokenizer-type HuggingFaceTokenizer "
+        "--untie-embeddings-and-output-weights --squared-relu --disable-bias-linear "
+        "--group-query-attention --moe-grouped-gemm --moe-router-pre-softmax "
+        "--moe-router-enable-expert-bias --bf16"
+    )
+    again = args_of(config | {"mtp_use_repeated_layer": True})
+    assert (again["mtp_use_repeated_layer"], again["mtp_num_layers"]) == (True, 2)
+    assert again["hybrid_layer_pattern"] == "MEM*-E/*E/*E"
+    dense = args_of(configs.NEMOTRON_H | {"hybrid_override_pattern": "M*-",
+                                          "num_nextn_predict_layers": 0})  # fmt: skip
+    assert (dense["num_experts"], dense["hybrid_layer_pattern"]) == (None, "M*-")
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 12))
+def test_law_index_sharing_is_found_in_a_list_of_layers(
+    freq: int, offset: int, layers: int
+) -> None:
+    own = [max(layer - offset + 1, 0) % freq == 0 for layer in range(layers)]
+    geometry = read_geometry(
+        configs.GLM_MOE_DSA
+        | {"num_hidden_layers": layers, "indexer_types": ["full" if o else "shared" for o in own]}
+        | {"first_k_dense_replace": 0}
+    )
+    args = megatron_args(geometry)
+    found, skip = args["dsa_indexer_topk_freq"], args["dsa_indexer_skip_topk_offset"]
+    # Megatron counts layers from 1 and takes an offset of 0 for 1.
+    assert own == [max(n - max(skip, 1), 0) % found == 0 for n in range(1, layers + 1)]
 
 
 @pytest.mark.parametrize("field", ["rms_norm_eps", "max_position_embeddings", "vocab_size"])
@@ -353,7 +437,7 @@ def test_defaults_and_switches_are_megatron_s(parser: argparse.ArgumentParser) -
 @pytest.mark.megatron
 @pytest.mark.parametrize("name", [*SMALL, *RELEASES])
 def test_megatron_parses_the_flags(parser: argparse.ArgumentParser, name: str) -> None:
-    args = args_of((SMALL | RELEASES)[name])
+    args = megatron_args(read_geometry((SMALL | RELEASES)[name]), gaps=[])
     args |= {k: v for k, v in FLAGLESS.items() if k in args}  # no flag can say otherwise
     parsed = parser.parse_args(shell_flags(args))
     for name in (*VALUES, *SWITCHES):
@@ -496,7 +580,8 @@ def test_the_model_that_follows_has_the_tensors_of_the_plan(megatron: None, name
 
 
 def test_every_family_has_a_config_here() -> None:
-    assert {c["model_type"] for c in SMALL.values()} == set(FAMILIES)
+    known = {c["model_type"] for c in SMALL.values()} | GAPS.keys() | {"nemotron_h"}
+    assert known == set(FAMILIES)
 
 
 def test_the_document_lists_the_families() -> None:

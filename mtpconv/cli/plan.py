@@ -1,10 +1,11 @@
-"""plan, check and synth as commands: everything that needs no weights."""
+"""plan, check, families and synth as commands: everything that needs no weights."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,32 @@ def run_check(table: Path, *, config: Path | None, inventory: Path | None) -> No
     given = "" if config is None else " for this config"
     given += "" if inventory is None else ", and it covers the inventory"
     typer.echo(f"{parsed.path.name}: no rule is broken{given}")
+
+
+def run_families(form: str) -> None:
+    """Print what the shipped tables cover."""
+    from mtpconv.mapping.families import families, page
+    from mtpconv.parity.settings import FAMILIES
+
+    rows = families(parity=FAMILIES)
+    if form == "markdown":
+        typer.echo(page(rows), nl=False)
+    elif form == "json":
+        listed = [asdict(row) | {"directions": row.directions, "loads": row.loads} for row in rows]
+        typer.echo(json.dumps(listed, indent=2))
+    elif form == "text":
+        lines = [("model_type", "MTP depths", "mtpconv does", "proofs", "releases")]
+        for row in rows:
+            proofs = [w for w, yes in (("loads", row.loads), ("parity", row.parity)) if yes]
+            pinned = [r.name for r in row.releases if r.elements is not None]
+            lines.append(
+                (row.model_type, row.mtp, row.directions, ", ".join(proofs), ", ".join(pinned))
+            )
+        for line in lines:
+            name, mtp, does, proved, releases = (word or "-" for word in line)
+            typer.echo(f"{name:<18}{mtp:<24}{does:<18}{proved:<14}{releases}")
+    else:
+        raise UsageError(f"--format {form}: must be text, json or markdown")
 
 
 def run_synth(

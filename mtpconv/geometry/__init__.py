@@ -6,11 +6,11 @@ when the field is absent, and 0, null and absent must stay three different thing
 """
 
 from mtpconv.geometry.config import Config, require_int, text_config
-from mtpconv.geometry.facts import FACTS
+from mtpconv.geometry.facts import FACTS, index_sharing
 from mtpconv.geometry.kinds import Kind
 from mtpconv.geometry.model import DTYPES, EXPERT_FIELDS, MTP_FIELDS, Geometry, read_geometry
 
 __all__ = [
     "DTYPES", "EXPERT_FIELDS", "FACTS", "MTP_FIELDS", "Config", "Geometry", "Kind",
-    "read_geometry", "require_int", "text_config",
+    "index_sharing", "read_geometry", "require_int", "text_config",
 ]  # fmt: skip

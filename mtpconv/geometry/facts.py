@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from mtpconv.geometry.model import Geometry
 
 
+#: Families whose MTP blocks are dense, though their trunk is MoE. Source: families.md section 1.
+_DENSE_MTP = frozenset({"ernie4_5_moe", "exaone_moe", "mimo_v2_flash", "step3p5"})
+
+
 def _is_moe(g: Geometry, layer: int) -> bool:
-    """MoE or dense; for MTP layers meant for families whose MTP block is like the trunk's."""
-    if not g.experts:
+    """MoE or dense."""
+    if not g.experts or (g.is_mtp(layer) and g.model_type in _DENSE_MTP):
         return False
     kind = listed(g, "mlp_layer_types", layer)
     if kind is not None:
@@ -117,6 +121,24 @@ def _has_indexer(g: Geometry, layer: int) -> bool:
         return letters[layer] == "F"
     frequency, offset = number(g, "index_topk_freq", 1), number(g, "index_skip_topk_offset", 2)
     return max(layer - offset + 1, 0) % max(frequency, 1) == 0
+
+
+def index_sharing(g: Geometry) -> tuple[int, int] | None:
+    """Frequency and offset by which layers share indexers; None if they follow no such rule.
+
+    The rule, transformers' and Megatron's alike: layer i has an indexer of its own exactly if
+    max(i - offset + 1, 0) is a multiple of the frequency. Some configs list the layers instead.
+    """
+    own = [_has_indexer(g, layer) for layer in range(g.layers)]
+    if not own or not own[0]:
+        return None  # the first layer has nobody to share with
+    said = number(g, "index_topk_freq", 1), number(g, "index_skip_topk_offset", 2)
+    shared = own.index(False) if False in own else g.layers
+    again = own.index(True, shared) if True in own[shared:] else g.layers
+    for frequency, offset in (said, (1, 0), (again - shared + 1, shared)):
+        if own == [max(i - offset + 1, 0) % max(frequency, 1) == 0 for i in range(g.layers)]:
+            return max(frequency, 1), offset
+    return None
 
 
 def _says(*fields: str) -> Callable[[Geometry, int], bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,12 @@ class Family:
     #: HF tensors that releases store twice and Megatron once
     copies: tuple[str, ...]
     converts: bool
+    #: whether the forward of trunk and depths can be compared
+    parity: bool
     #: what Megatron-Core alone lacks
     needs: str | None
+    #: why no test loads a converted checkpoint into Megatron; None if one does
+    untried: str | None
     releases: tuple[Release, ...]
     unverified: tuple[str, ...]
 
@@ -48,20 +52,28 @@ class Family:
         """What mtpconv does with it."""
         return "both ways, audit" if self.converts else "inventory, audit"
 
+    @property
+    def loads(self) -> bool:
+        """Whether a test loads a converted checkpoint into Megatron."""
+        return self.converts and self.untried is None
 
-def families() -> list[Family]:
-    """One row for each shipped table, by model type."""
-    return [family_of(find_table(name)) for name in table_names()]
+
+def families(parity: Collection[str]) -> list[Family]:
+    """One row for each shipped table, by model type; `parity` are those whose forward runs."""
+    tables = (find_table(name) for name in table_names())
+    return [family_of(table, parity=table.model_type in parity) for table in tables]
 
 
-def family_of(table: Table) -> Family:
+def family_of(table: Table, *, parity: bool) -> Family:
     """The row of a table."""
     return Family(
         table.model_type,
         _mtp(table),
         tuple(dict.fromkeys(c.hf for c in table.copies if c.ships)),
         table.converts,
+        parity,
         table.needs,
+        table.untried,
         tuple(_release(name, entry) for name, entry in table.releases.items()),
         table.unverified,
     )
@@ -87,11 +99,13 @@ def _release(name: str, entry: Mapping[str, Any]) -> Release:
 
 _HEAD = """# Families
 
-Generated from `mappings/*.toml`; do not edit. `mtpconv families` prints the same.
+Made by `mtpconv families --format markdown` from `mappings/*.toml`; do not edit.
 
 - MTP "by config": a field such as `num_nextn_predict_layers` promises the depths. "by checkpoint":
   the family's configs are silent, so the depths are counted where tensors are at hand.
 - A family that is not converted gets its inventory and its audit; `hf2mcore` says what is missing.
+- Loads: a test has Megatron's own `dist_checkpointing.load` read what `hf2mcore` wrote and compares
+  every tensor of the live model. Parity: `mtpconv parity` runs trunk and MTP in both libraries.
 - Sizes are totals that somebody else published and that the table reproduces to the last tensor and
   element; numbers in italics follow from them.
 """
@@ -104,11 +118,15 @@ def page(rows: Iterable[Family]) -> str:
 
 
 def _overview(rows: list[Family]) -> Iterator[str]:
-    yield "| model_type | MTP depths | copies in MTP | mtpconv does |"
-    yield "|---|---|---|---|"
+    yield "| model_type | MTP depths | copies in MTP | mtpconv does | loads | parity |"
+    yield "|---|---|---|---|---|---|"
     for row in rows:
         copies = "yes, as the checkpoint has them" if row.copies else "-"
-        yield f"| `{row.model_type}` | {row.mtp} | {copies} | {row.directions} |"
+        loads = "yes" if row.loads else "-"
+        parity = "yes" if row.parity else "-"
+        yield (
+            f"| `{row.model_type}` | {row.mtp} | {copies} | {row.directions} | {loads} | {parity} |"
+        )
 
 
 def _sizes(rows: list[Family]) -> Iterator[str]:
@@ -135,12 +153,14 @@ def _number(release: Release, what: str, value: int | None) -> str:
 def _notes(rows: list[Family]) -> Iterator[str]:
     yield "## What Megatron-Core alone cannot do, and what is not verified"
     for row in rows:
-        if not row.needs and not row.unverified:
+        if not row.needs and not row.untried and not row.unverified:
             continue
         yield ""
         yield f"### {row.model_type}"
         yield ""
         if row.needs:
             yield f"- {'loading it' if row.converts else 'not converted: it'} needs {row.needs}"
+        if row.untried:
+            yield f"- no test loads it into Megatron: {row.untried}"
         for text in row.unverified:
             yield f"- not verified: {text}"

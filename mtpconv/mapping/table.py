@@ -30,7 +30,7 @@ EACH = {
 _TOP = {
     "format", "model_type", "include", "groups", "stacks", "blocks", "shapes", "dtypes", "copies",
     "discards", "carried", "mtp_default", "local_spec", "releases", "unverified", "converts",
-    "parts", "needs",
+    "parts", "needs", "untried",
 }  # fmt: skip
 _INCLUDED = {"format", "blocks", "shapes", "dtypes", "parts"}
 
@@ -126,7 +126,8 @@ class Table:
     """A mapping table as written, checked for form but not for meaning (`check` does that).
 
     `needs` says what Megatron-Core alone lacks for this family: with `converts = false` it keeps
-    the family from being converted, else it names what can load the result.
+    the family from being converted, else it names what can load the result. `untried` says why
+    no test loads a converted checkpoint into Megatron.
     """
 
     path: Path
@@ -146,6 +147,7 @@ class Table:
     unverified: tuple[str, ...] = ()
     converts: bool = True
     needs: str | None = None
+    untried: str | None = None
     faults: tuple[Fault, ...] = ()
 
     def uses(self, stack: Stack) -> Iterator[Use]:
@@ -285,6 +287,7 @@ class _Parser:
             unverified=self.strings(path, raw, "unverified"),
             converts=raw.get("converts", True) is True,
             needs=raw.get("needs"),
+            untried=raw.get("untried"),
             faults=tuple(self.faults),
         )
 

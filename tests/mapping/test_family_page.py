@@ -4,12 +4,13 @@ from pathlib import Path
 
 from mtpconv.mapping.families import Family, Release, families, page
 from mtpconv.mapping.table import table_names
+from mtpconv.parity.settings import FAMILIES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 
 
 def test_every_table_is_a_row() -> None:
-    rows = {row.model_type: row for row in families()}
+    rows = {row.model_type: row for row in families(FAMILIES)}
     assert sorted(rows) == table_names()
     assert rows["glm_moe_dsa"].mtp == "by config"
     assert rows["mimo_v2_flash"].mtp == "by checkpoint, else 3"
@@ -20,6 +21,8 @@ def test_every_table_is_a_row() -> None:
     )
     assert rows["glm_moe_dsa"].copies == ()
     assert rows["deepseek_v4"].directions == "inventory, audit"
+    assert not rows["deepseek_v4"].loads
+    assert {name for name, row in rows.items() if row.parity} == set(FAMILIES)
 
 
 def test_a_size_that_follows_from_others_is_no_published_one() -> None:
@@ -32,22 +35,23 @@ def test_the_page_says_what_is_computed_needed_and_unverified() -> None:
     text = page(
         [
             Family(
-                "x", "by config", ("copy",), False, "a hammer",
+                "x", "by config", ("copy",), False, False, "a hammer", None,
                 (Release("X-1", 1000, 2000000, None, ("tensors",)),), ("all of it",),
             ),
-            Family("y", "none", (), True, None, (), ()),
+            Family("y", "none", (), True, True, None, None, (), ()),
+            Family("z", "none", (), True, False, None, "no time", (), ()),
         ]
     )  # fmt: skip
     assert "| `x` | X-1 | *1,000* | 2,000,000 | - |" in text
     assert "- not converted: it needs a hammer" in text
     assert "- not verified: all of it" in text
     assert "### y" not in text
+    assert "| `y` | none | - | both ways, audit | yes | yes |" in text
+    assert "- no test loads it into Megatron: no time" in text
 
 
 def test_the_page_in_docs_is_that_of_the_tables() -> None:
-    made = page(families())
-    assert PAGE.read_text(encoding="utf-8") == made, (
+    assert PAGE.read_text(encoding="utf-8") == page(families(FAMILIES)), (
         "docs/families.md is out of date; write it anew with "
-        "python -c 'from mtpconv.mapping.families import *; "
-        'open("docs/families.md", "w").write(page(families()))\''
+        "mtpconv families --format markdown > docs/families.md"
     )

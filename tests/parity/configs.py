@@ -174,3 +174,116 @@ WITHOUT_MTP: dict[str, Config] = {
 
 #: Families with sparse attention, which megatron-core has from 0.19 on.
 SPARSE = frozenset({"deepseek_v32", "glm_moe_dsa"})
+
+# Families that parity does not run; Megatron-Core can build the first four.
+_SIGMOID: Config = {
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+_UNLIKE: Config = {
+    k: v for k, v in _MOE.items() if k not in ("n_routed_experts", "n_shared_experts")
+}
+
+BAILING_MOE_V2: Config = _UNLIKE | _SIGMOID | {
+    "model_type": "bailing_moe_v2",
+    "n_group": 4,
+    "topk_group": 2,
+    "score_function": "sigmoid",
+    "partial_rotary_factor": 0.5,
+    "use_bias": False,
+    "use_qkv_bias": True,
+    "use_qk_norm": True,
+}  # fmt: skip
+HY_V3: Config = _UNLIKE | _SIGMOID | {"model_type": "hy_v3", "router_scaling_factor": 2.826}
+EXAONE_MOE: Config = _UNLIKE | _SIGMOID | {
+    "model_type": "exaone_moe",
+    "num_hidden_layers": 4,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 16,
+    "scoring_func": "sigmoid",
+}  # fmt: skip
+QWEN3_NEXT: Config = QWEN3_MOE | {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 8,
+    "shared_expert_intermediate_size": 24,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_nextn_predict_layers": 1,
+}
+QWEN3_5_TEXT: Config = {
+    k: v for k, v in QWEN3_NEXT.items()
+    if k not in ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size",
+                 "num_nextn_predict_layers")
+} | {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}  # fmt: skip
+MINIMAX_M2: Config = _DENSE | {
+    "model_type": "minimax_m2",
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_mtp_modules": 3,
+}
+MIMO_V2_FLASH: Config = _MOE | {
+    "model_type": "mimo_v2_flash",
+    "num_nextn_predict_layers": None,
+    "layernorm_epsilon": 1e-5,
+    "rms_norm_eps": None,
+    "n_shared_experts": None,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "v_head_dim": 8,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 12,
+    "swa_v_head_dim": 8,
+    "swa_rope_theta": 5000,
+    "hybrid_layer_pattern": [0, 1, 0],
+    "moe_layer_freq": [0, 1, 1],
+    "sliding_window": 16,
+    "add_swa_attention_sink_bias": True,
+    "attention_value_scale": 0.707,
+}
+STEP3P5: Config = _DENSE | {
+    "model_type": "step3p5",
+    "num_attention_groups": 2,
+    "head_dim": 8,
+    "layer_types": ["full_attention", "sliding_attention", *["sliding_attention"] * 3],
+    "attention_other_setting": {
+        "num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 8,
+    },
+    "sliding_window": 16,
+    "use_head_wise_attn_gate": True,
+    "moe_num_experts": 8,
+    "moe_top_k": 2,
+    "moe_layers_enum": "1,2",
+    "moe_intermediate_size": 16,
+    "share_expert_dim": 24,
+    "moe_router_activation": "sigmoid",
+    "moe_router_scaling_factor": 3.0,
+    "num_nextn_predict_layers": 2,
+    "rope_theta": [10000.0, 5000.0, 5000.0],
+}  # fmt: skip
+NEMOTRON_H: Config = _MOE | {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "MEM*-E",
+    "mtp_hybrid_override_pattern": "*E",
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "layer_norm_epsilon": 1e-5,
+    "rms_norm_eps": None,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "mlp_hidden_act": "relu2",
+    "moe_latent_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}

@@ -27,11 +27,14 @@ from tests.parity.configs import Config
 pytestmark = pytest.mark.megatron
 
 MODELS: dict[str, Config] = {
+    "bailing_moe_v2": configs.BAILING_MOE_V2,
     "deepseek_v3": configs.DEEPSEEK_V3,
     "deepseek_v32": configs.DEEPSEEK_V32,
+    "exaone_moe": configs.EXAONE_MOE,
     "glm4_moe": configs.GLM4_MOE,
     "glm4_moe_lite": configs.GLM4_MOE_LITE,
     "glm_moe_dsa": configs.GLM_MOE_DSA_SHARING,
+    "hy_v3": configs.HY_V3,
     "kimi_k2": configs.DEEPSEEK_V3 | {"model_type": "kimi_k2", "num_nextn_predict_layers": 0},
     "llama": configs.LLAMA,
     "mimo": configs.QWEN2_TIED | {"model_type": "mimo", "num_nextn_predict_layers": 2},
@@ -40,6 +43,28 @@ MODELS: dict[str, Config] = {
     "qwen3": configs.QWEN3,
     "qwen3_moe": configs.QWEN3_MOE,
 }
+
+#: How families spell what `correspond` spells as DeepSeek does: (theirs, DeepSeek's), in order.
+SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
+    "bailing_moe_v2": (
+        ("word_embeddings.", "embed_tokens."), ("attention.dense.", "self_attn.o_proj."),
+        ("attention.query_layernorm.", "self_attn.q_norm."),
+        ("attention.key_layernorm.", "self_attn.k_norm."),
+        ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
+        (".final_layernorm.", ".shared_head.norm."),
+    ),
+    "exaone_moe": (
+        ("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+        ("mtp.layers.0.", "model.layers.4."), ("mtp.norm.", "model.layers.4.shared_head.norm."),
+        ("mtp.fc.", "model.layers.4.eh_proj."),
+        ("mtp.pre_fc_norm_embedding.", "model.layers.4.enorm."),
+        ("mtp.pre_fc_norm_hidden.", "model.layers.4.hnorm."),
+    ),
+    "hy_v3": (
+        ("mlp.router.gate.", "mlp.gate."), ("mlp.expert_bias", "mlp.gate.e_score_correction_bias"),
+        ("mlp.shared_mlp.", "mlp.shared_experts."), (".final_layernorm.", ".shared_head.norm."),
+    ),
+}  # fmt: skip
 
 
 def test_every_converted_family_loads_or_says_why_not() -> None:
@@ -50,7 +75,7 @@ def test_every_converted_family_loads_or_says_why_not() -> None:
 def settings_of(config: Config) -> Settings:
     """The model as the Megatron arguments of its family describe it."""
     geometry = read_geometry(config)
-    args = megatron_args(geometry)
+    args = megatron_args(geometry, gaps=[])
     fused = ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion")
     return Settings(
         geometry,
@@ -60,14 +85,24 @@ def settings_of(config: Config) -> Settings:
     )
 
 
-def floats(folder: Path) -> dict[str, Any]:
-    """Every tensor of an F32 folder."""
+def floats(folder: Path, config: Config) -> dict[str, Any]:
+    """Every tensor of an F32 folder under the name that DeepSeek would give it."""
     import torch
 
-    return {
-        name: torch.from_numpy(np.frombuffer(data, "<f4").reshape(spec.shape).copy())
-        for name, (spec, data) in tensors_of(folder).items()
-    }
+    found = {}
+    for name, (spec, data) in tensors_of(folder).items():
+        for theirs, deepseeks in SPELLINGS.get(config["model_type"], ()):
+            name = name.replace(theirs, deepseeks)
+        value = torch.from_numpy(np.frombuffer(data, "<f4").reshape(spec.shape).copy())
+        head, fused, tail = name.partition("attention.query_key_value.")
+        if fused:  # all queries, then all keys, then all values
+            groups = config["num_key_value_heads"] * config["head_dim"]
+            rows = [value.shape[0] - 2 * groups, groups, groups]
+            for word, part in zip("qkv", value.split(rows), strict=True):
+                found[f"{head}self_attn.{word}_proj.{tail}"] = part
+        else:
+            found[name] = value
+    return found
 
 
 def require_equal(
@@ -95,7 +130,7 @@ def test_megatron_loads_a_family(megatron_cpu: None, tmp_path: Path, name: str) 
     settings = settings_of(config)
     model = mcore.build(settings, seed=5)
     mcore.load(model, tmp_path / "mcore")
-    tensors = floats(hf)
+    tensors = floats(hf, config)
     used = require_equal(mcore.module_tensors(model), tensors, settings)
     copies = {n for n in tensors if n.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
     assert tensors.keys() - used <= copies - {"model.embed_tokens.weight"}
