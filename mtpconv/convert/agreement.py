@@ -6,11 +6,12 @@ many depths there are, the tensors say which are there, and any difference stops
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from mtpconv.errors import RefusedError
 from mtpconv.geometry import Config
 from mtpconv.mapping.check import check_plan, is_left_out, layer_of, unmapped_message
+from mtpconv.mapping.layouts import Layout
 from mtpconv.mapping.plan import Plan, make_plan
 from mtpconv.mapping.table import Table
 from mtpconv.ranges import compress
@@ -23,18 +24,20 @@ def agreed_plan(
     config: Config,
     table: Table,
     inventory: Mapping[str, TensorSpec],
+    layout: Callable[[Plan], Layout],
     *,
     where: str,
     drop_mtp: bool = False,
 ) -> tuple[Plan, tuple[str, ...]]:
     """The plan of a checkpoint whose config and tensors agree, and the MTP names left out.
 
-    Without `drop_mtp` the second value is empty. `where` names the checkpoint in messages.
+    Without `drop_mtp` the second value is empty. `layout` says how the plan will be written,
+    `where` names the checkpoint in messages.
 
     Raises: RefusedError naming what is missing, unmapped or promised in vain.
     """
     plan = make_plan(config, table, inventory)
-    faults = check_plan(plan)
+    faults = check_plan(plan, layout(plan))
     if faults:
         raise RefusedError(str(faults[0]))
     dropped: tuple[str, ...] = ()

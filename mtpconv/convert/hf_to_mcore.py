@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,10 @@ def plan_hf2mcore(
         )
     content = as_bf16(hf, table)
     tensors = content.tensors
-    plan, dropped = agreed_plan(hf.config, table, tensors, where=str(source), drop_mtp=drop_mtp)
+    plan, dropped = agreed_plan(
+        hf.config, table, tensors, lambda p: layout_for(p, layout),
+        where=str(source), drop_mtp=drop_mtp,
+    )  # fmt: skip
     for step in plan.steps:
         kinds = {tensors[n].dtype for n in step.hf}
         if len(kinds) > 1:
@@ -240,7 +243,7 @@ def hf2mcore(
         saved = out.folder / FOLDER
         beside: tuple[str, ...] = ()
         if ranks.is_first:
-            write_metadata(folder, [Written(*map(_tuple, w)) for wrote, _ in said for w in wrote])
+            write_metadata(folder, [w for wrote, _ in said for w in _written(wrote)])
             rest = [*(c.hf for c in work.plan.copies), *work.carried]
             digests.update(digest_tensors(work.content, rest, workers=crew.jobs))
             beside = _carried(work, digests)
@@ -264,9 +267,13 @@ def hf2mcore(
     )  # fmt: skip
 
 
-def _tuple(value: Any) -> Any:
-    """JSON has no tuples."""
-    return tuple(value) if isinstance(value, list) else value
+def _written(said: Sequence[Sequence[Any]]) -> Iterator[Written]:
+    """What a rank wrote; what came from another one came as JSON, which has no tuples."""
+    for one in said:
+        if isinstance(one, Written):
+            yield one
+        else:
+            yield Written._make(tuple(v) if isinstance(v, list) else v for v in one)
 
 
 def _carried(work: HfToMcore, digests: Mapping[str, str]) -> tuple[str, ...]:

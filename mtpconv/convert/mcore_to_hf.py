@@ -31,6 +31,7 @@ from mtpconv.convert.snapshot import Snapshot, files_of
 from mtpconv.convert.verify import require_accepted, verify_digests
 from mtpconv.errors import RefusedError, UsageError
 from mtpconv.mapping.check import check_plan, is_carried
+from mtpconv.mapping.layouts import detect_layout
 from mtpconv.mapping.plan import Plan, make_plan
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
@@ -113,10 +114,11 @@ def plan_mcore2hf(
     table = table_for(origin.config, mapping)
     present = origin.names or None
     plan = make_plan(origin.config, table, present)
-    faults = check_plan(plan)
+    layout = detect_layout(plan, checkpoint.tensors.keys())
+    faults = check_plan(plan, layout)
     if faults:
         raise RefusedError(str(faults[0]))
-    view = HfView(checkpoint, plan, carried=origin.carried)
+    view = HfView(checkpoint, plan, layout, origin.carried)
     require_sound(view)
     quantised = source_fp8(origin, table) if origin.headers or mode != "bf16" else {}
     content = exported(view, quantised, origin, mode, source)

@@ -75,8 +75,7 @@ class RecordFiles:
             number += 1
         if out.ranks.is_first:
             with TorchDistWriter(folder, 0, first=number) as writer:
-                stored = self._recorder.stored(self._plan.steps)
-                writer.write_objects(extra_state_keys(stored), [None])
+                writer.write_objects(extra_state_keys(self._recorder.stored()), [None])
                 mine.written.extend(writer.close())
         return mine
 

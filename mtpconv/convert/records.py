@@ -75,20 +75,28 @@ class Recorder:
         self._layout = layout
         self._forms: dict[tuple[int, int, str, Shape], _Form] = {}
         self._digested: set[str] = set()
+        self._stored: dict[str, TensorSpec] = {}
+        self._made = 0
 
     def nbytes(self, step: Step) -> int:
         """Bytes of a step's Megatron tensor."""
         return self._form(step, ()).spec.nbytes
 
-    def stored(self, steps: Iterable[Step]) -> dict[str, TensorSpec]:
-        """The tensors as Megatron stores them, by sharded key."""
-        addresses = ((self._layout.address(s.key, self._plan.geometry), s) for s in steps)
-        return {address.key: self._form(step, address.lead).spec for address, step in addresses}
+    def stored(self) -> dict[str, TensorSpec]:
+        """All tensors of the plan as Megatron stores them, by sharded key."""
+        if self._made < len(self._plan.steps):  # other ranks make the other records
+            for step in self._plan.steps:
+                address = self._layout.address(step.key, self._plan.geometry)
+                self._stored[address.key] = self._form(step, address.lead).spec
+        return self._stored
 
     def records(self, steps: Iterable[Step]) -> Iterator[Record]:
         """The records of these steps, in order."""
         for step in steps:
-            yield self._record(step)
+            record = self._record(step)
+            self._stored[record.key] = record.spec
+            self._made += 1
+            yield record
 
     def _record(self, step: Step) -> Record:
         address = self._layout.address(step.key, self._plan.geometry)
