@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from mtpconv.errors import UnsupportedError
 from mtpconv.mapping.plan import Plan
+from mtpconv.store.fp8 import Grid
+from mtpconv.store.fp8_tensors import SCALE, Quantised, quantisation, with_scales
 from mtpconv.store.hf_writer import index_bytes, make_header, write_shard
 from mtpconv.store.safetensors_header import ShardHeader
 from mtpconv.store.source import write_bytes
@@ -61,14 +63,15 @@ def synth(
     shards: int = 4,
     dtypes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write an HF folder that holds exactly what the plan promises.
+    """Write an HF folder that holds exactly what the plan promises, in FP8 if the config says so.
 
     The same plan and seed give the same bytes. `dtypes` overrides single tensors.
 
     Raises: FileExistsError if the folder has shards already.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    specs = {n: TensorSpec((dtypes or {}).get(n, s.dtype), s.shape) for n, s in plan.hf.items()}
+    promised = released(plan).items()
+    specs = {n: TensorSpec((dtypes or {}).get(n, s.dtype), s.shape) for n, s in promised}
     originals = {c.hf: c.of for c in plan.copies}
     headers = _headers(folder, specs, shards)
     for name, header in headers.items():
@@ -85,9 +88,36 @@ def synth(
         write_bytes(folder / "model.safetensors.index.json", index_bytes(headers))
 
 
+def released(plan: Plan) -> dict[str, TensorSpec]:
+    """The inventory of a release: the plan's, with codes and scales where the config says fp8.
+
+    Quantised are the projections inside layers, but for the modules that the config excepts.
+    Source: the headers of DeepSeek-R1 and GLM-5.2-FP8 (families.md section 5).
+    """
+    stated = quantisation(plan.geometry.config)
+    if stated.get("quant_method") != "fp8":
+        return dict(plan.hf)
+    block = stated.get("weight_block_size") or (128, 128)
+    excepted = {*(stated.get("modules_to_not_convert") or ())}
+    return with_scales(
+        plan.hf,
+        {
+            name: Quantised(name, name + SCALE, Grid(spec.shape, (block[0], block[1])), "F32")
+            for name, spec in plan.hf.items()
+            if ".layers." in name
+            and "proj" in name
+            and "eh_proj" not in name
+            and name.removesuffix(".weight") not in excepted
+            and len(spec.shape) > 1
+        },
+    )
+
+
 def tensor_bytes(name: str, spec: TensorSpec, seed: int) -> bytes:
     """Bytes of one tensor: finite values, a function of name, dtype, shape and seed alone."""
     raw = blake3(f"{seed} {name} {spec.dtype} {spec.shape}".encode()).digest(spec.nbytes)
+    if name.endswith(SCALE):  # positive, and so small that weights are about 0.01
+        return _finite(raw, spec.dtype, norm=True, bias=-12).tobytes()
     if spec.dtype in ("BF16", "F32", "F16"):
         return _finite(raw, spec.dtype, norm="norm" in name.rsplit(".", 2)[-2:][0]).tobytes()
     if spec.dtype == "F8_E4M3":
@@ -100,9 +130,10 @@ def tensor_bytes(name: str, spec: TensorSpec, seed: int) -> bytes:
     raise UnsupportedError(f"{name}: synth does not make {spec.dtype}")
 
 
-def _finite(raw: bytes, dtype: str, *, norm: bool) -> NDArray[Any]:
+def _finite(raw: bytes, dtype: str, *, norm: bool, bias: int = 0) -> NDArray[Any]:
     """Random sign and mantissa; exponents near 1 for norms, from 2^-9 to 2^-2 otherwise."""
-    bits, mantissa, bias = {"BF16": (16, 7, 127), "F16": (16, 10, 15), "F32": (32, 23, 127)}[dtype]
+    bits, mantissa, zero = {"BF16": (16, 7, 127), "F16": (16, 10, 15), "F32": (32, 23, 127)}[dtype]
+    bias += zero
     words = np.frombuffer(raw, f"<u{bits // 8}")
     kind = words.dtype.type
     random = words & kind((1 << mantissa) - 1)

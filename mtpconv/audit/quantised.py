@@ -8,9 +8,11 @@ from typing import Any
 
 from mtpconv.audit.codes import finding
 from mtpconv.audit.finding import Finding
-from mtpconv.audit.subject import Subject
+from mtpconv.audit.subject import Expected, Subject
 from mtpconv.geometry import text_config
-from mtpconv.tensors import Region
+from mtpconv.store.fp8 import Grid
+from mtpconv.store.fp8_tensors import SCALE
+from mtpconv.tensors import Region, TensorSpec
 
 #: What quantisers append to the name of a weight.
 #: Source: facts on MTP families, section 5 (DeepSeek, compressed-tensors, modelopt).
@@ -46,6 +48,30 @@ def quantisation(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
             if isinstance(value, Mapping):
                 return value
     return None
+
+
+def with_fp8_scales(
+    expected: Expected, tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None
+) -> Expected:
+    """The promise of a table, and a scale for every weight that the headers say is block FP8.
+
+    Which weights are quantised is not the family's to say, so no table can. Shapes of scales
+    that are there are left to `scale_findings`.
+    """
+    codes = [
+        n
+        for n, spec in tensors.items()
+        if spec.dtype == "F8_E4M3" and len(spec.shape) > 1 and n in expected.tensors
+    ]
+    block = _block(config)
+    if not any(n + SCALE in tensors for n in codes) and block is None:
+        return expected
+    scales = {}
+    for name in codes:
+        shape = Grid(tensors[name].shape, block or (128, 128)).scale_shape
+        scales[name + SCALE] = tensors.get(name + SCALE, TensorSpec("F32", shape))
+    regions = {n: expected.regions[n.removesuffix(SCALE)] for n in scales}
+    return Expected({**expected.tensors, **scales}, {**expected.regions, **regions})
 
 
 def scale_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[Finding]:
@@ -88,27 +114,34 @@ def scale_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[
     yield from _block_shapes(subject, config, codes, regions)
 
 
+def _block(config: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    """The block size that a quantisation config, or the whole config, states."""
+    stated = config if config and "weight_block_size" in config else quantisation(config) or {}
+    block = stated.get("weight_block_size")
+    if isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block):
+        return block[0], block[1]
+    return None
+
+
 def _block_shapes(
     subject: Subject,
     config: Mapping[str, Any] | None,
     codes: list[str],
     regions: Mapping[str, Region],
 ) -> Iterator[Finding]:
-    block = (config or {}).get("weight_block_size")
-    if not (
-        isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)
-    ):
+    block = _block(config)
+    if block is None:  # then nothing says which shape is right
         return
     for name in sorted(codes):
         spec, scale = subject.tensors[name], subject.tensors.get(name + "_scale_inv")
-        if scale is None or len(spec.shape) != 2:
+        if scale is None or len(spec.shape) < 2:
             continue
-        wanted = [-(-n // b) for n, b in zip(spec.shape, block, strict=True)]
+        wanted = list(Grid(spec.shape, block).scale_shape)
         if list(scale.shape) != wanted:
             yield finding(
                 "shape_mismatch",
                 "error",
-                f"{name}_scale_inv: is {list(scale.shape)}, blocks of {block} need {wanted}",
+                f"{name}_scale_inv: is {list(scale.shape)}, blocks of {list(block)} need {wanted}",
                 tensor=name + "_scale_inv", region=regions[name],
                 before=wanted, after=list(scale.shape),
             )  # fmt: skip

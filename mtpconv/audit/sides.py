@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mtpconv.audit.quantised import with_fp8_scales
 from mtpconv.audit.subject import (
     Expected,
     Subject,
@@ -160,7 +161,10 @@ def _alone(opened: Opened, mapping: Path | None) -> Subject:
     if isinstance(opened, Manifest):
         return manifest_subject(opened)
     if isinstance(opened, HfCheckpoint):
-        return hf_subject(opened, expected_inventory(opened.config, mapping, opened.tensors.keys()))
+        expected = expected_inventory(opened.config, mapping, opened.tensors.keys())
+        if expected is not None:
+            expected = with_fp8_scales(expected, opened.tensors, opened.config)
+        return hf_subject(opened, expected)
     source = find_source(opened.path)
     if source is None:
         return torch_dist_subject(opened)

@@ -66,6 +66,8 @@ def _missing(subject: Subject, expected: Expected, missing: Collection[str]) -> 
         region = expected.regions[name]
         if region.kind == "mtp" and region.index not in present:
             continue  # the depth as a whole is one finding, mtp_missing
+        if companion_base(name) is not None:
+            continue  # scale_findings says which weight lacks it
         yield finding(
             "missing_tensor",
             "error",

@@ -108,7 +108,7 @@ def run_synth(
 ) -> None:
     """Write a small checkpoint."""
     from mtpconv.geometry import EXPERT_FIELDS
-    from mtpconv.synth import shrink, synth
+    from mtpconv.synth import released, shrink, synth
 
     raw = read_config(config)
     small = dict(raw) if full_width else shrink(raw)
@@ -122,9 +122,10 @@ def run_synth(
     table = read_table(mapping) if mapping else find_table(str(small.get("model_type")))
     plan = make_plan(small, table)
     synth(plan, dst, seed=seed, shards=shards)
-    total = sum(s.nbytes for s in plan.hf.values())
+    written = released(plan)
+    total = sum(s.nbytes for s in written.values())
     mtp = sum(r.kind == "mtp" for r in plan.regions.values())
-    typer.echo(f"synth: wrote {len(plan.hf):,} tensors ({mtp:,} MTP), {human(total)} to {dst}")
+    typer.echo(f"synth: wrote {len(written):,} tensors ({mtp:,} MTP), {human(total)} to {dst}")
 
 
 def load_plan(model: Path, mapping: Path | None) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,15 @@ def make_header(
     """A parsed header of a shard that is still to be written."""
     raw = header_bytes(tensors, metadata)
     return parse_header(raw, len(raw) + sum(s.nbytes for s in tensors.values()), path)
+
+
+def without(header: ShardHeader, names: Iterable[str]) -> ShardHeader | None:
+    """The header without some tensors, None if nothing is left; bytes move up."""
+    gone = set(names)
+    if not gone & set(header.tensors):
+        return header
+    kept = {n: header.tensors[n] for n in header.payload_order if n not in gone}
+    return make_header(header.file, kept, header.metadata) if kept else None
 
 
 def make_headers(folder: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, ShardHeader]:

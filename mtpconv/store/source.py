@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpconv.errors import UnreadableError, WriteError
+from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.hf import HfCheckpoint, open_hf
 from mtpconv.store.json_text import read_json
 from mtpconv.store.manifest import Manifest, read_manifest, write_manifest
@@ -67,7 +68,7 @@ def source_of_hf(hf: HfCheckpoint) -> HfSource:
 def read_source(path: Path) -> HfSource:
     """A saved `hf_source` folder, a folder that has one, or an HF folder (weights optional).
 
-    Raises: UnreadableError if it is none of these or damaged.
+    Raises: UnreadableError or RefusedError if it is none of these or damaged.
     """
     for folder in (path, path / FOLDER, path.parent / FOLDER):
         if (folder / _HEADERS).is_dir():
@@ -78,7 +79,9 @@ def read_source(path: Path) -> HfSource:
             "pass the original HuggingFace folder with --like"
         )
     if any(p.suffix == ".safetensors" for p in path.iterdir()):
-        return source_of_hf(open_hf(path))
+        hf = open_hf(path)
+        require_sound(hf)
+        return source_of_hf(hf)
     return HfSource(path, path, _config(path), tuple(other_files(path)), {})
 
 
