@@ -14,3 +14,6 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Something the user should know although nothing is wrong."""
+
+    def end(self) -> None:
+        """Nothing more follows, whether all went well or not."""

@@ -47,6 +47,25 @@ NoVerify = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check everything, write nothing, say what it needs.")
 ]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", min=1, help="Threads that copy (default: one per core, up to 8)."),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on where an interrupted run stopped, and keep what is done if this one stops.",
+    ),
+]
+LogFormat = Annotated[
+    str,
+    typer.Option(
+        "--log-format",
+        metavar="auto|text|json",
+        help="Progress: a bar or lines (auto), lines, or one JSON object a line for clusters.",
+    ),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -84,6 +103,9 @@ def hf2mcore(
     overwrite: Overwrite = False,
     no_verify: NoVerify = False,
     dry_run: DryRun = False,
+    jobs: Jobs = None,
+    resume: Resume = False,
+    log_format: LogFormat = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Convert a HuggingFace folder to a Megatron-Core torch_dist checkpoint.
@@ -94,7 +116,8 @@ def hf2mcore(
 
     run_hf2mcore(
         src, dst, layout=layout, iteration=iteration, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8,
-        overwrite=overwrite, verify=not no_verify, dry_run=dry_run, quiet=quiet,
+        overwrite=overwrite, verify=not no_verify, dry_run=dry_run, jobs=jobs, resume=resume,
+        log_format=log_format, quiet=quiet,
     )  # fmt: skip
 
 
@@ -115,6 +138,9 @@ def mcore2hf(
     overwrite: Overwrite = False,
     no_verify: NoVerify = False,
     dry_run: DryRun = False,
+    jobs: Jobs = None,
+    resume: Resume = False,
+    log_format: LogFormat = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Convert a Megatron-Core torch_dist checkpoint to a HuggingFace folder.
@@ -125,7 +151,8 @@ def mcore2hf(
 
     run_mcore2hf(
         src, dst, like=like, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8, overwrite=overwrite,
-        verify=not no_verify, dry_run=dry_run, quiet=quiet,
+        verify=not no_verify, dry_run=dry_run, jobs=jobs, resume=resume, log_format=log_format,
+        quiet=quiet,
     )  # fmt: skip
 
 

@@ -121,7 +121,10 @@ def run_with_progress(sides: Sides, options: Options, progress: Progress) -> Rep
         # Without a reference only MTP is read: its values say whether it was trained.
         names = [n for n in tensors if sides.before is not None or regions[n].kind == "mtp"]
         progress.begin("audit", sum(tensors[n].nbytes for n in names))
-    return audit(sides.before, sides.after, options, base=sides.base, progress=progress.advance)
+    try:
+        return audit(sides.before, sides.after, options, base=sides.base, progress=progress.advance)
+    finally:
+        progress.end()
 
 
 def make_options(
@@ -163,14 +166,17 @@ def run_inventory(checkpoint: Path, *, output: Path | None, files: bool, quiet: 
     require_sound(opened)
     progress = make_progress(quiet or output is None)
     progress.begin("inventory", sum(s.nbytes for s in opened.tensors.values()))
-    taken = take_manifest(
-        opened,
-        checkpoint,
-        opened.format,
-        config=getattr(opened, "config", None),
-        files=hash_files(checkpoint) if files else None,
-        progress=progress.advance,
-    )
+    try:
+        taken = take_manifest(
+            opened,
+            checkpoint,
+            opened.format,
+            config=getattr(opened, "config", None),
+            files=hash_files(checkpoint) if files else None,
+            progress=progress.advance,
+        )
+    finally:
+        progress.end()
     if output is None:
         sys.stdout.write(manifest_text(taken))
         return

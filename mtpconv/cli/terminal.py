@@ -1,11 +1,13 @@
-"""Progress on a terminal as a bar, elsewhere as plain lines now and then."""
+"""Progress on a terminal as a bar, elsewhere as plain lines or JSON now and then."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mtpconv.errors import UsageError
 from mtpconv.progress import Progress
 
 if TYPE_CHECKING:
@@ -13,11 +15,18 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-def make_progress(quiet: bool) -> Progress:
-    """What fits the place: nothing, a bar, or lines on stderr."""
+def make_progress(quiet: bool, log_format: str = "auto") -> Progress:
+    """What was asked for and fits the place: nothing, a bar, or lines on stderr.
+
+    Raises: UsageError for a format that there is not.
+    """
+    if log_format not in ("auto", "text", "json"):
+        raise UsageError(f"--log-format {log_format}: must be auto, text or json")
     if quiet:
         return Progress()
-    return _Bar() if sys.stderr.isatty() else _Lines()
+    if log_format == "json":
+        return _JsonLines()
+    return _Bar() if log_format == "auto" and sys.stderr.isatty() else _Lines()
 
 
 def human(nbytes: float) -> str:
@@ -28,30 +37,63 @@ def human(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def write_json(event: str, **facts: Any) -> None:
+    """One line of JSON on stderr, with the time since the epoch in seconds."""
+    line = json.dumps({"time": round(time.time(), 3), "event": event, **facts})
+    print(line, file=sys.stderr, flush=True)
+
+
 class _Lines(Progress):
     """One line per stage and then one every few seconds."""
 
-    _PAUSE = 5.0
+    #: Units: seconds between two lines.
+    PAUSE = 5.0
 
     def begin(self, stage: str, total: int) -> None:
         self.stage, self.total, self.done = stage, total, 0
         self.start = self.last = time.monotonic()
-        print(f"{stage}: {human(total)}", file=sys.stderr, flush=True)
+        self.say_stage()
 
     def advance(self, nbytes: int, what: str = "") -> None:
         self.done += nbytes
         now = time.monotonic()
-        if now - self.last < self._PAUSE:
+        if now - self.last < self.PAUSE:
             return
         self.last = now
         rate = self.done / (now - self.start)
-        left = (self.total - self.done) / rate if rate else 0
+        self.say(rate, (self.total - self.done) / rate if rate else 0.0, what)
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def say_stage(self) -> None:
+        """A stage begins."""
+        print(f"{self.stage}: {human(self.total)}", file=sys.stderr, flush=True)
+
+    def say(self, rate: float, left: float, what: str) -> None:
+        """How far it is. Units: rate in bytes per second, left in seconds."""
         print(
             f"{self.stage}: {human(self.done)} of {human(self.total)}, {human(rate)}/s, "
             f"{left:.0f} s left {what}".rstrip(),
             file=sys.stderr,
             flush=True,
         )
+
+
+class _JsonLines(_Lines):
+    """The same for programs."""
+
+    def note(self, text: str) -> None:
+        write_json("note", text=text)
+
+    def say_stage(self) -> None:
+        write_json("begin", stage=self.stage, bytes=self.total)
+
+    def say(self, rate: float, left: float, what: str) -> None:
+        write_json(
+            "progress", stage=self.stage, done=self.done, bytes=self.total,
+            bytes_per_second=round(rate), seconds_left=round(left, 1), what=what,
+        )  # fmt: skip
 
 
 class _Bar(Progress):
@@ -64,24 +106,39 @@ class _Bar(Progress):
     def begin(self, stage: str, total: int) -> None:
         from rich.console import Console
         from rich.progress import (
-            BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn,
-        )  # fmt: skip
+            BarColumn,
+            DownloadColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
         from rich.progress import Progress as Bar
 
-        if self._bar is not None:
-            self._bar.stop()
+        self.end()
         self._bar = Bar(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[what]}"),
-            console=Console(stderr=True), transient=True,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[what]}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
         self._task = self._bar.add_task(stage, total=total, what="")
         self._bar.start()
 
     def advance(self, nbytes: int, what: str = "") -> None:
-        if self._bar is None or self._task is None:
-            return
-        self._bar.update(self._task, advance=nbytes, what=what)
-        if self._bar.finished:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, advance=nbytes, what=what)
+
+    def note(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._bar is not None:
             self._bar.stop()
             self._bar = None

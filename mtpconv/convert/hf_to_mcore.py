@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpconv.convert.agreement import agreed_plan
+from mtpconv.convert.arithmetic import applied, import_arithmetic, require_restored, undone
 from mtpconv.convert.configs import changed_config, config_bytes
 from mtpconv.convert.fp8 import (
     Fp8,
@@ -74,6 +75,8 @@ class HfToMcore:
     hf: HfCheckpoint
     #: the same tensors as Megatron gets them: FP8 weights as BF16, no scales
     content: HfTensors
+    #: these after their arithmetic
+    changed: HfTensors
     plan: Plan
     layout: Layout
     #: HF names converted, in plan order
@@ -111,7 +114,7 @@ class HfToMcore:
     @property
     def disk(self) -> int:
         """Disk that the target needs, in bytes, rounded up."""
-        carried = sum(self.hf.tensors[n].nbytes for n in self.carried)
+        carried = sum(self.content.tensors[n].nbytes for n in (*self.carried, *self.plan.arithmetic))
         copies = sum(self.content.tensors[c.hf].nbytes for c in self.plan.copies)
         if self.fp8 == "keep":
             carried += sum(spec.nbytes for spec in self.kept.values())
@@ -166,6 +169,7 @@ def plan_hf2mcore(
     return HfToMcore(
         hf,
         content,
+        applied(content, plan),
         plan,
         layout_for(plan, layout),
         tuple(n for n in plan.hf if n not in gone),
@@ -222,10 +226,10 @@ def hf2mcore(
     """
     started = time.monotonic()
     progress, ranks = progress or Progress(), ranks or Ranks()
+    check_target(target, source, overwrite=overwrite)
     snapshot = Snapshot(files_of(source))
     work = plan_hf2mcore(source, mapping=mapping, layout=layout, drop_mtp=drop_mtp, fp8=fp8)
     if dry_run:
-        check_target(target, source, overwrite=overwrite)
         check_space(target, work.disk)
         return _outcome(work, source, target, dry_run=True)
     with (
@@ -236,7 +240,7 @@ def hf2mcore(
     ):
         folder = out.folder / ("release" if iteration is None else f"iter_{iteration:07d}")
         folder.mkdir(exist_ok=True)
-        writing = RecordFiles(work.content, work.plan, work.layout, snapshot.digest)
+        writing = RecordFiles(work.changed, work.plan, work.layout, snapshot.digest)
         mine: Any = writing.write(folder, out, crew, progress)
         said = ranks.gather("written", [mine.written, mine.digests])
         digests = {name: digest for _, found in said for name, digest in found.items()}
@@ -244,7 +248,7 @@ def hf2mcore(
         beside: tuple[str, ...] = ()
         if ranks.is_first:
             write_metadata(folder, [w for wrote, _ in said for w in _written(wrote)])
-            rest = [*(c.hf for c in work.plan.copies), *work.carried]
+            rest = [*(c.hf for c in work.plan.copies), *work.carried, *work.plan.arithmetic]
             digests.update(digest_tensors(work.content, rest, workers=crew.jobs))
             beside = _carried(work, digests)
             _write_saved(work, saved, beside, digests, crew, progress, verify=verify)
@@ -254,8 +258,10 @@ def hf2mcore(
         if verify:
             carried = open_hf(carried_folder(saved)) if beside else None
             view = HfView(open_torch_dist(folder), work.plan, work.layout, carried)
+            back = undone(view, carried)
             wanted = {n: work.content.tensors[n] for n in (*work.names, *work.carried)}
-            verify_digests(view, wanted, digests, progress, ranks=ranks, jobs=crew.jobs)
+            verify_digests(back, wanted, digests, progress, ranks=ranks, jobs=crew.jobs)
+            require_restored(back)
         snapshot.require_unchanged()
         ranks.gather("verified", None)
         if ranks.is_first:
@@ -277,12 +283,16 @@ def _written(said: Sequence[Sequence[Any]]) -> Iterator[Written]:
 
 
 def _carried(work: HfToMcore, digests: Mapping[str, str]) -> tuple[str, ...]:
-    """Names kept beside: those the table carries, and copies that differ from their original."""
+    """Names kept beside.
+
+    Those the table carries, copies that differ, and originals of what Megatron holds changed.
+    """
 
     def differs(copy: CopyStep) -> bool:
         return digests[copy.hf] != digests[copy.of]
 
-    return (*work.carried, *(c.hf for c in work.plan.copies if differs(c)))
+    copies = (c.hf for c in work.plan.copies if differs(c))
+    return (*work.carried, *copies, *work.plan.arithmetic)
 
 
 def _write_saved(
@@ -358,8 +368,9 @@ def _outcome(
         notes.append(f"to load it, Megatron-Core needs {work.plan.table.needs}")
     if work.dropped:
         notes.append(f"{len(work.dropped)} MTP tensors dropped as asked; the config now says 0")
-    if carried:
-        notes.append(f"{len(carried)} tensors have no place in Megatron and are carried beside")
+    homeless = sum(n not in work.plan.arithmetic for n in carried)
+    if homeless:
+        notes.append(f"{homeless} tensors have no place in Megatron and are carried beside")
     return Outcome(
         direction="hf2mcore",
         source=source,
@@ -377,5 +388,5 @@ def _outcome(
         dry_run=dry_run,
         carried=carried,
         notes=tuple(notes),
-        steps=import_steps(work.content, work.fp8),
+        steps=(*import_steps(work.content, work.fp8), *import_arithmetic(work.plan)),
     )

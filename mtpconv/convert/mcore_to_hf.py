@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from mtpconv import __version__
 from mtpconv.convert.agreement import DROP_HINT, is_mtp_name
+from mtpconv.convert.arithmetic import computed_names, export_arithmetic, originals_of, undone
 from mtpconv.convert.configs import changed_config, config_bytes
 from mtpconv.convert.fp8 import (
     Fp8,
@@ -36,6 +37,7 @@ from mtpconv.mapping.plan import Plan, make_plan
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
 from mtpconv.store.checkpoint import require_sound
+from mtpconv.store.arithmetic import Undone
 from mtpconv.store.content import Pieced
 from mtpconv.store.crew import Crew
 from mtpconv.store.dist_folder import COMMON, CONFIG, METADATA, find_folder
@@ -64,7 +66,9 @@ class McoreToHf:
     """An export that was planned and found possible; nothing is written yet."""
 
     view: HfView
-    #: what is written: the view, or its weights seen as the source's FP8
+    #: the view with arithmetic undone
+    undone: HfView | Undone
+    #: what is written: that, or its weights seen as the source's FP8
     content: Pieced
     source: HfSource
     #: names of weights that the source has in FP8
@@ -121,7 +125,8 @@ def plan_mcore2hf(
     view = HfView(checkpoint, plan, layout, origin.carried)
     require_sound(view)
     quantised = source_fp8(origin, table) if origin.headers or mode != "bf16" else {}
-    content = exported(view, quantised, origin, mode, source)
+    back = undone(view, *originals_of(origin))
+    content = exported(back, quantised, origin, mode, source)
     stored = {n: spec for h in origin.headers.values() for n, spec in h.tensors.items()}
     if mode == "bf16":
         stored = bf16_inventory(stored, quantised)
@@ -144,7 +149,7 @@ def plan_mcore2hf(
     )
     same = bool(stored) and headers == dict(origin.headers)
     return McoreToHf(
-        view, content, origin, frozenset(quantised), mode, config, headers, drop_mtp, same
+        view, back, content, origin, frozenset(quantised), mode, config, headers, drop_mtp, same
     )
 
 
@@ -179,10 +184,10 @@ def mcore2hf(
     """
     started = time.monotonic()
     progress, ranks = progress or Progress(), ranks or Ranks()
+    check_target(target, source, overwrite=overwrite)
     snapshot = Snapshot(checkpoint_files(source))
     work = plan_mcore2hf(source, like=like, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8)
     if dry_run:
-        check_target(target, source, overwrite=overwrite)
         check_space(target, work.disk)
         return _outcome(work, source, target, dry_run=True)
     with (
@@ -207,9 +212,11 @@ def mcore2hf(
         if ranks.is_first:
             out.commit()
     known = work.source.manifest
-    unchanged = (
-        sum(known.digests.get(n) == d for n, d in digests.items()) if known and verify else None
-    )
+    unchanged = None
+    if known and verify:
+        computed = computed_names(work.undone)
+        same = (known.digests.get(n) == d for n, d in digests.items() if n not in computed)
+        unchanged = sum(same)
     return _outcome(
         work,
         source,
@@ -364,5 +371,7 @@ def _outcome(
         dry_run=dry_run,
         unchanged=unchanged,
         notes=tuple(notes),
-        steps=export_steps(work.content, work.fp8),
+        steps=(
+            *export_steps(work.content, work.fp8), *export_arithmetic(plan, work.undone),
+        ),
     )
