@@ -36,15 +36,15 @@ from mtpconv.mapping.layouts import detect_layout
 from mtpconv.mapping.plan import Plan, make_plan
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
-from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.arithmetic import Undone
+from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Pieced
 from mtpconv.store.crew import Crew
 from mtpconv.store.dist_folder import COMMON, CONFIG, METADATA, find_folder
 from mtpconv.store.fp8_tensors import SCALE
 from mtpconv.store.hf import open_hf
 from mtpconv.store.hf_writer import index_bytes, make_headers
-from mtpconv.store.legacy import open_megatron
+from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.legacy_file import NAME as RANK_FILE
 from mtpconv.store.safetensors_header import ShardHeader
 from mtpconv.store.source import HfSource, copy_file, find_source, read_source, write_bytes
@@ -352,6 +352,9 @@ def _outcome(
     notes = []
     if work.drop_mtp:
         notes.append("MTP was left out as asked; the config now says 0")
+    stored = work.view.checkpoint
+    if isinstance(stored, MegatronCheckpoint) and stored.ignored:
+        notes.append(f"optimizer state ({stored.ignored} entries) has no place in HF: left out")
     if not work.same_files:
         notes.append("shards were laid out anew; file hashes differ from the original's")
     return Outcome(
@@ -372,6 +375,7 @@ def _outcome(
         unchanged=unchanged,
         notes=tuple(notes),
         steps=(
-            *export_steps(work.content, work.fp8), *export_arithmetic(plan, work.undone),
+            *export_steps(work.content, work.fp8),
+            *export_arithmetic(plan, work.undone),
         ),
     )

@@ -1,0 +1,116 @@
+"""Legacy checkpoints through the export and the audit: as good as torch_dist."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpconv.audit.audit import audit
+from mtpconv.audit.sides import open_sides
+from mtpconv.convert import hf2mcore, mcore2hf
+from mtpconv.errors import RefusedError
+from mtpconv.store.content import blocks
+from mtpconv.store.torch_dist import open_torch_dist
+from tests.convert.folders import file_hashes, make_hf
+from tests.mapping.toy import config
+from tests.store import legacy_ranks
+
+torch = pytest.importorskip("torch")
+
+TORCH = {"BF16": torch.bfloat16, "F32": torch.float32}
+CUTS = {
+    "gated": r"linear_fc1\.weight$", "columns": r"linear_(proj|fc2)\.weight$",
+    "rows": r"(word_embeddings|output_layer|eh_proj|linear_\w+_up_proj|linear_qkv)\.(weight|bias)$",
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": config("deepseek_v3", num_hidden_layers=4),
+    "glm4_moe": config(
+        "glm4_moe", num_hidden_layers=4, q_lora_rank=None, attention_bias=True, use_qk_norm=True,
+        head_dim=4, num_attention_heads=4,
+    ),
+}  # fmt: skip
+#: What the module is called in `state_dict()`, where torch_dist calls it otherwise.
+MODULES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+PARALLEL: list[dict[str, Any]] = [
+    {}, {"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "pp": 2, "virtual": 2, "grouped": True},
+]  # fmt: skip
+
+
+def as_tensors(mcore: Path, rename: dict[str, str]) -> list[tuple[str, Any, str]]:
+    """All tensors of a torch_dist checkpoint that has one layer and one expert per key."""
+    found = []
+    checkpoint = open_torch_dist(mcore)
+    for key, spec in checkpoint.tensors.items():
+        data = bytearray(b"".join(bytes(b) for b in blocks(checkpoint, key)))
+        value = torch.frombuffer(data, dtype=TORCH[spec.dtype]).reshape(spec.shape)
+        cut = next((c for c, pattern in CUTS.items() if re.search(pattern, key)), "whole")
+        for old, new in rename.items():
+            key = key.replace(old, new)
+        found.append((key, value, cut))
+    return found
+
+
+def legacy(tmp_path: Path, model: str, parallel: dict[str, Any], rename: dict[str, str]) -> Path:
+    """An HF folder, and the same model as legacy ranks without an hf_source."""
+    hf = make_hf(tmp_path / "hf", MODELS[model])
+    hf2mcore(hf, tmp_path / "mcore", layout="canonical")
+    args: dict[str, Any] = {"hidden_size": 8, "q_lora_rank": 4, "kv_lora_rank": 4, "qk_pos_emb_head_dim": 2}
+    tensors = as_tensors(tmp_path / "mcore", rename)
+    legacy_ranks.save(tmp_path / "old/iter_0000009", tensors=tensors, **parallel, **args)
+    return hf
+
+
+@pytest.mark.parametrize("parallel", PARALLEL, ids=str)
+@pytest.mark.parametrize("spelling", ["transformer_layer", "mtp_model_layer"])
+@pytest.mark.parametrize("spec", ["te", "local"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_same_files_come_back(
+    tmp_path: Path, model: str, spec: str, spelling: str, parallel: dict[str, Any]
+) -> None:
+    rename = {".transformer_layer.": f".{spelling}."}
+    if spec == "local" and model == "glm4_moe":
+        rename |= MODULES
+    hf = legacy(tmp_path, model, parallel, rename)
+    done = mcore2hf(tmp_path / "old", tmp_path / "back", like=hf)
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
+    assert ("mtp_model_layer" in done.layout) == (spelling == "mtp_model_layer")
+    assert ("local_modules_gqa" in done.layout) == (rename.keys() > MODULES.keys())
+    assert any("optimizer state" in note for note in done.notes)
+    report = audit(*_both(hf, tmp_path / "old"))
+    assert report.verdict == "pass"
+    assert report.after.format == "torch"
+    assert any("optimizer state" in note for note in report.compared.notes)
+    report = audit(*_both(tmp_path / "mcore", tmp_path / "old"))  # through the plan of hf_source
+    assert report.verdict == "pass"
+
+
+def _both(before: Path, after: Path) -> tuple[Any, Any]:
+    sides = open_sides(before, after)
+    return sides.before, sides.after
+
+
+def test_a_depth_that_is_gone_is_refused(tmp_path: Path) -> None:
+    hf = legacy(tmp_path, "deepseek_v3", {}, {})
+    left = [t for t in as_tensors(tmp_path / "mcore", {}) if not t[0].startswith("mtp.")]
+    shutil.rmtree(tmp_path / "old")
+    legacy_ranks.save(tmp_path / "old/iter_0000009", tensors=left)
+    with pytest.raises(RefusedError, match=r"of them MTP.*--drop-mtp"):
+        mcore2hf(tmp_path / "old", tmp_path / "back", like=hf)
+    assert not (tmp_path / "back").exists()
+
+
+def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    hf = legacy(tmp_path, "deepseek_v3", {"tp": 2}, {})
+    file = tmp_path / "old/iter_0000009/mp_rank_01/model_optim_rng.pt"
+    state = torch.load(file, weights_only=False)
+    state["model"]["mtp.layers.0.enorm.weight"][0] += 1
+    torch.save(state, file)
+    with pytest.raises(RefusedError, match=r"mtp\.layers\.0\.enorm\.weight differs between"):
+        mcore2hf(tmp_path / "old", tmp_path / "back", like=hf)
