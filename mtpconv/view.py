@@ -176,7 +176,9 @@ class HfView:
             else:
                 self.missing.append(copy.hf)
         if self._carried is not None:
-            self.tensors.update(self._carried.tensors)
+            # Originals of what Megatron holds changed stand for nothing that it lacks.
+            beside = self._carried.tensors.items()
+            self.tensors.update((n, s) for n, s in beside if n not in self.plan.arithmetic)
 
     def _misshaped(self, step: Step, spec: TensorSpec, address: Address) -> None:
         wanted = (*address.lead, *step.shape)

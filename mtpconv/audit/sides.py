@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mtpconv.audit.arithmetic import as_hf, as_megatron
 from mtpconv.audit.quantised import with_fp8_scales
 from mtpconv.audit.subject import (
     Expected,
@@ -88,7 +89,9 @@ def open_sides(
     if len(formats) == 1:
         return Sides(_plain(left), _plain(right) or _alone(right, mapping), _plain(origin))
     plan = _shared_plan([o for o in (left, right, origin) if o is not None], mapping)
-    return Sides(_seen(left, plan), _must(_seen(right, plan)), _seen(origin, plan))
+    digests = any(isinstance(o, Manifest) for o in (left, right, origin))
+    seen = [_seen(o, plan, digests=digests) for o in (left, right, origin)]
+    return Sides(seen[0], _must(seen[1]), seen[2])
 
 
 def _shared_plan(opened: Sequence[Opened], mapping: Path | None) -> Plan:
@@ -187,8 +190,8 @@ def _plain(opened: Opened | None) -> Subject | None:
     return torch_dist_subject(opened)
 
 
-def _seen(opened: Opened | None, plan: Plan) -> Subject | None:
-    """A side under HF names."""
+def _seen(opened: Opened | None, plan: Plan, *, digests: bool) -> Subject | None:
+    """A side under HF names; `digests`: some other side has no bytes."""
     if not isinstance(opened, MegatronCheckpoint):
         if isinstance(opened, Manifest) and opened.source_format != "hf":
             raise UnsupportedError(
@@ -196,10 +199,14 @@ def _seen(opened: Opened | None, plan: Plan) -> Subject | None:
                 "cannot be compared with HF tensors, give the checkpoint itself"
             )
         if isinstance(opened, Manifest | HfCheckpoint) and _has_fp8(opened):
-            return _seen_fp8(opened, plan)
-        return _plain(opened)
+            subject: Subject | None = _seen_fp8(opened, plan)
+        else:
+            subject = _plain(opened)
+        return subject if subject is None or digests else as_megatron(subject, plan)
     source = find_source(opened.path)
-    return view_subject(HfView(opened, plan, carried=source.carried if source else None))
+    carried = source.carried if source else None
+    view = HfView(opened, plan, carried=carried)
+    return as_hf(view, carried) if digests else view_subject(view)
 
 
 def _has_fp8(opened: Manifest | HfCheckpoint) -> bool:

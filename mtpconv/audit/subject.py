@@ -9,6 +9,7 @@ from typing import Any
 from mtpconv.audit.finding import Side
 from mtpconv.audit.names import Naming
 from mtpconv.audit.promise import naming_of
+from mtpconv.store.arithmetic import Undone
 from mtpconv.store.checkpoint import Checkpoint, Problem
 from mtpconv.store.content import Piece, Pieced, pieces
 from mtpconv.store.hf import CONFIG_NAME, HfCheckpoint
@@ -116,7 +117,8 @@ class Subject:
 
         They lie beside the bytes, so finding them takes longer than opening.
         """
-        content = self.content.checkpoint if isinstance(self.content, HfView) else self.content
+        content = self.content.view if isinstance(self.content, Undone) else self.content
+        content = content.checkpoint if isinstance(content, HfView) else content
         if not isinstance(content, TorchDistCheckpoint):
             return ()
         known = {p.file for p in self.problems}

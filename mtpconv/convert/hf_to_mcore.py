@@ -114,7 +114,9 @@ class HfToMcore:
     @property
     def disk(self) -> int:
         """Disk that the target needs, in bytes, rounded up."""
-        carried = sum(self.content.tensors[n].nbytes for n in (*self.carried, *self.plan.arithmetic))
+        carried = sum(
+            self.content.tensors[n].nbytes for n in (*self.carried, *self.plan.arithmetic)
+        )
         copies = sum(self.content.tensors[c.hf].nbytes for c in self.plan.copies)
         if self.fp8 == "keep":
             carried += sum(spec.nbytes for spec in self.kept.values())

@@ -48,11 +48,14 @@ class Op:
     A `partial` op takes only a part of each operand; the rows of a block that take the other
     parts together tile it.
 
-    Law: backward(forward(x)) == x and forward(backward(y)) == y, on every bit pattern.
+    Law: backward(forward(x)) == x and forward(backward(y)) == y, on every bit pattern. They move
+    words; `arithmetic` is left to whoever reads and writes files.
     """
 
     name: ClassVar[str]
     partial: ClassVar[bool] = False
+    #: word of what is done to each element besides moving it (mtpconv.store.arithmetic)
+    arithmetic: ClassVar[str | None] = None
 
     def shape(self, operands: Sequence[Shape]) -> Shape:
         """Shape of the Megatron tensor. Raises: ShapeError."""

@@ -15,8 +15,8 @@ from mtpconv.mapping.moves import PADDING, Move, Op, ShapeError, Words, rows_of,
 from mtpconv.tensors import Box, Shape
 
 __all__ = [
-    "BUILDERS", "PADDING", "Concat", "Copy", "FusedQkv", "GatedQkv", "Move", "Op", "PadRows",
-    "Part", "Qkv", "QkvGate", "ShapeError", "Site", "Slice", "Squeeze", "SwapHalves",
+    "BUILDERS", "PADDING", "Concat", "Copy", "FusedQkv", "GatedQkv", "MinusOne", "Move", "Op",
+    "PadRows", "Part", "Qkv", "QkvGate", "ShapeError", "Site", "Slice", "Squeeze", "SwapHalves",
     "Transpose", "Words",
 ]  # fmt: skip
 
@@ -34,6 +34,14 @@ class Copy(Op):
     def _moves(self, operands: Sequence[Shape]) -> list[Move]:
         whole = Box.whole(operands[0])
         return [Move(0, whole, whole)]
+
+
+@dataclass(frozen=True, slots=True)
+class MinusOne(Copy):
+    """A norm's gamma, centred on one in HF and on zero in Megatron: moved like a copy, less 1."""
+
+    name: ClassVar[str] = "minus_one"
+    arithmetic: ClassVar[str | None] = "minus_one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +201,7 @@ def _part(site: Site) -> Op:
 #: How a table's op word becomes an op.
 BUILDERS: Mapping[str, Callable[[Site], Op]] = {
     "copy": lambda s: Copy(),
+    "minus_one": lambda s: MinusOne(),
     "concat": lambda s: Concat(),
     "qkv": lambda s: Qkv(s.dim("num_key_value_heads")),
     "qkv_gate": lambda s: QkvGate(s.dim("num_key_value_heads")),

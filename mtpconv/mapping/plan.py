@@ -69,6 +69,11 @@ class Plan:
         return found
 
     @cached_property
+    def arithmetic(self) -> Mapping[str, str]:
+        """HF names that Megatron holds changed, and the word of what was done to them."""
+        return {n: s.op.arithmetic for s in self.steps for n in s.hf if s.op.arithmetic}
+
+    @cached_property
     def regions(self) -> Mapping[str, Region]:
         """Region of every HF name."""
         found = {name: s.region for s in self.steps for name in s.hf}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -21,8 +21,11 @@ from mtpconv.store.fp8_tensors import Quantised
 from mtpconv.store.hf import HfCheckpoint
 from mtpconv.tensors import Box, TensorSpec
 
-#: An HF folder as stored, or with its FP8 weights as BF16.
-HfTensors: TypeAlias = "HfCheckpoint | Dequantised"
+if TYPE_CHECKING:
+    from mtpconv.store.arithmetic import Applied
+
+#: An HF folder as stored, with its FP8 weights as BF16, or with arithmetic done.
+HfTensors: TypeAlias = "HfCheckpoint | Dequantised | Applied"
 
 
 class Dequantised:
