@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ from mtpconv.store.digest import digest_tensors
 from mtpconv.store.dist_metadata_writer import (
     write_common,
     write_config,
-    write_metadata,
     write_tracker,
 )
 from mtpconv.store.fp8_tensors import SCALE
@@ -57,7 +56,6 @@ from mtpconv.store.source import (
     write_source,
 )
 from mtpconv.store.torch_dist import open_torch_dist
-from mtpconv.store.torch_dist_writer import Written
 from mtpconv.tensors import TensorSpec
 from mtpconv.view import HfView
 
@@ -243,13 +241,10 @@ def hf2mcore(
         folder = out.folder / ("release" if iteration is None else f"iter_{iteration:07d}")
         folder.mkdir(exist_ok=True)
         writing = RecordFiles(work.changed, work.plan, work.layout, snapshot.digest)
-        mine: Any = writing.write(folder, out, crew, progress)
-        said = ranks.gather("written", [mine.written, mine.digests])
-        digests = {name: digest for _, found in said for name, digest in found.items()}
+        digests = writing.write(folder, out, crew, progress)
         saved = out.folder / FOLDER
         beside: tuple[str, ...] = ()
         if ranks.is_first:
-            write_metadata(folder, [w for wrote, _ in said for w in _written(wrote)])
             rest = [*(c.hf for c in work.plan.copies), *work.carried, *work.plan.arithmetic]
             digests.update(digest_tensors(work.content, rest, workers=crew.jobs))
             beside = _carried(work, digests)
@@ -273,15 +268,6 @@ def hf2mcore(
         work, source, target, carried=tuple(beside), seconds=time.monotonic() - started,
         verified=verify,
     )  # fmt: skip
-
-
-def _written(said: Sequence[Sequence[Any]]) -> Iterator[Written]:
-    """What a rank wrote; what came from another one came as JSON, which has no tuples."""
-    for one in said:
-        if isinstance(one, Written):
-            yield one
-        else:
-            yield Written._make(tuple(v) if isinstance(v, list) else v for v in one)
 
 
 def _carried(work: HfToMcore, digests: Mapping[str, str]) -> tuple[str, ...]:

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 from mtpconv.store.source import sync
 
+#: Tensors written at once.
+_ROWS = 1000
+
 
 class Done(NamedTuple):
     """A finished file: what it should hold, and the digests of the HF tensors that went in."""
@@ -35,12 +38,22 @@ class Journal:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o644)
             sync(self._path.parent)
-        line = json.dumps({"file": file, "holds": done.holds, "digests": dict(done.digests)})
-        # The line break in front ends a line that a killed run left unfinished.
-        data = memoryview(f"\n{line}\n".encode())
+        # The line break in front ends a line that a killed run left unfinished. In parts: a file
+        # may hold tens of thousands of tensors.
+        head = json.dumps({"file": file, "holds": done.holds})
+        self._write(f'\n{head[:-1]}, "digests": {{')
+        names = list(done.digests)
+        for at in range(0, len(names), _ROWS):
+            part = json.dumps({name: done.digests[name] for name in names[at : at + _ROWS]})
+            self._write((", " if at else "") + part[1:-1])
+        self._write("}}\n")
+        os.fsync(self._fd)
+
+    def _write(self, text: str) -> None:
+        assert self._fd is not None
+        data = memoryview(text.encode())
         while data:
             data = data[os.write(self._fd, data) :]
-        os.fsync(self._fd)
 
     def close(self) -> None:
         """Close the file."""

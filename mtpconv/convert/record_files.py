@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
@@ -13,15 +13,16 @@ from mtpconv.convert.flush import Flusher
 from mtpconv.convert.journal import Done
 from mtpconv.convert.output import Output
 from mtpconv.convert.ranks import share
-from mtpconv.convert.records import Placed, Record, Recorder, placed, write_records
+from mtpconv.convert.records import Placed, Recorder, together, write_records
 from mtpconv.errors import UnreadableError
 from mtpconv.mapping.layouts import Layout
-from mtpconv.mapping.plan import Plan
+from mtpconv.mapping.plan import Plan, Step
 from mtpconv.progress import Progress
 from mtpconv.store.content import Run, run_blocks
 from mtpconv.store.crc import crc32
 from mtpconv.store.crew import Crew
 from mtpconv.store.dequant import HfTensors
+from mtpconv.store.dist_metadata_writer import write_metadata
 from mtpconv.store.extra_state import extra_state_keys
 from mtpconv.store.files import Files
 from mtpconv.store.torch_dist_writer import FILE_LIMIT, TorchDistWriter, Written
@@ -45,47 +46,63 @@ class RecordFiles:
     ) -> None:
         self._plan = plan
         self._recorder = Recorder(hf, plan, layout)
-        self._source = source
+        self._source = f"{source} {layout.name}"
         self._limit = limit
 
-    def write(self, folder: Path, out: Output, crew: Crew, progress: Progress) -> Share:
-        """This rank's share of the records, and the `_extra_state` objects if it is the first.
+    def write(self, folder: Path, out: Output, crew: Crew, progress: Progress) -> dict[str, str]:
+        """Write this rank's records, and as the first one `.metadata` for those of all.
+
+        Gives the digests of the HF tensors that went in, whoever wrote them.
 
         Raises: WriteError, UnreadableError.
         """
+        mine = self._write_share(folder, out, crew, progress)
+        shares: list[Any] = out.ranks.gather("written", [mine.written, mine.digests])
+        if out.ranks.is_first:
+            write_metadata(folder, (w for written, _ in shares for w in map(_written, written)))
+        return {name: digest for _, digests in shares for name, digest in digests.items()}
+
+    def _write_share(self, folder: Path, out: Output, crew: Crew, progress: Progress) -> Share:
         steps = share(self._plan.steps, self._recorder.nbytes, out.ranks)
         progress.begin("convert", sum(map(self._recorder.nbytes, steps)))
         mine = Share([], {})
         number = 0
-        for records in self._groups(self._recorder.records(steps)):
-            file = _File(folder, out.ranks.rank, number, records)
-            holds = file.holds(self._source)
-            found = out.finished(file.name, holds)
-            written = file.check(found[0], crew) if found else None
-            if found and written is not None:
-                path, done = found
-                out.take_over(path, folder, done)
-                progress.advance(sum(r.what.spec.nbytes for r in records), "taken over")
-            else:
-                written, digests = file.write(crew, progress)
-                done = Done(holds, digests)
-                out.journal.add(file.name, done)
+        for group in self._groups(steps):
+            file = _File(folder, out.ranks.rank, number, group, self._recorder)
+            written, digests = self._write_or_take_over(file, folder, out, crew, progress)
             mine.written.extend(written)
-            mine.digests.update(done.digests)
+            mine.digests.update(digests)
             number += 1
         if out.ranks.is_first:
+            others = self._plan.steps if out.ranks.size > 1 else ()
             with TorchDistWriter(folder, 0, first=number) as writer:
-                writer.write_objects(extra_state_keys(self._recorder.stored()), [None])
+                writer.write_objects(extra_state_keys(self._recorder.stored(others)), [None])
                 mine.written.extend(writer.close())
         return mine
 
-    def _groups(self, records: Iterable[Record]) -> Iterator[list[Record]]:
-        """Records of one file, as many as the limit allows; the last one may reach beyond."""
-        group: list[Record] = []
+    def _write_or_take_over(
+        self, file: _File, folder: Path, out: Output, crew: Crew, progress: Progress
+    ) -> tuple[Sequence[Written], Mapping[str, str]]:
+        holds = file.holds(self._source)
+        found = out.finished(file.name, holds)
+        if found is not None:
+            path, done = found
+            written = file.check(path, crew)
+            if written is not None:
+                out.take_over(path, folder, done)
+                progress.advance(file.nbytes, "taken over")
+                return written, done.digests
+        written, digests = file.write(crew, progress)
+        out.journal.add(file.name, Done(holds, digests))
+        return written, digests
+
+    def _groups(self, steps: Iterable[Step]) -> Iterator[list[Step]]:
+        """Steps of one file, as many as the limit allows; the last one may reach beyond."""
+        group: list[Step] = []
         size = 0
-        for record in records:
-            group.append(record)
-            size += record.nbytes
+        for step in steps:
+            group.append(step)
+            size += self._recorder.nbytes(step)
             if size >= self._limit:
                 yield group
                 group, size = [], 0
@@ -93,21 +110,36 @@ class RecordFiles:
             yield group
 
 
-class _File:
-    """One `.distcp` file and what it has to hold."""
+def _written(said: Sequence[Any]) -> Written:
+    """What another rank said came as JSON, which has no tuples."""
+    if isinstance(said, Written):
+        return said
+    return Written._make(tuple(v) if isinstance(v, list) else v for v in said)
 
-    def __init__(self, folder: Path, rank: int, number: int, records: Sequence[Record]) -> None:
+
+class _File:
+    """One `.distcp` file and the steps whose tensors it has to hold."""
+
+    def __init__(
+        self, folder: Path, rank: int, number: int, steps: Sequence[Step], recorder: Recorder
+    ) -> None:
         self.name = f"__{rank}_{number}.distcp"
         self._folder = folder
         self._rank = rank
         self._number = number
-        self._records = records
+        self._steps = steps
+        self._recorder = recorder
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(map(self._recorder.nbytes, self._steps))
 
     def holds(self, source: str) -> str:
         """One digest over everything that decides the bytes of the file, hex."""
         hasher = blake3(f"{__version__} {source}\n".encode())
-        for step, key, spec, box, *_ in self._records:
-            hasher.update(f"{key} {spec} {box.offsets} {step.op} {step.hf}\n".encode())
+        for step in self._steps:
+            hasher.update(f"{step.key} {step.op} {step.hf} {step.specs}\n".encode())
         return hasher.hexdigest()
 
     def write(self, crew: Crew, progress: Progress) -> tuple[Sequence[Written], Mapping[str, str]]:
@@ -120,11 +152,11 @@ class _File:
         ):
 
             def done(batch: Sequence[Placed]) -> None:
-                nbytes = sum(room.nbytes for _, room in batch)
-                progress.advance(nbytes, str(batch[-1][0].step.region))
-                flusher.wrote(batch[-1][1].fd, nbytes)
+                nbytes = sum(placed.room.nbytes for placed in batch)
+                progress.advance(nbytes, str(batch[-1].record.step.region))
+                flusher.wrote(batch[-1].room.fd, nbytes)
 
-            digests = dict(write_records(self._records, writer, crew, done))
+            digests = dict(write_records(self._recorder, self._steps, writer, crew, done))
             flusher.settle()
             return writer.close(), digests
 
@@ -133,8 +165,10 @@ class _File:
         with TorchDistWriter(
             path.parent, self._rank, first=self._number, file_limit=_ONE_FILE, existing=True
         ) as writer:
+            records = self._recorder.records(self._steps)
+            each = (Placed(r, writer.reserve(r.key, r.spec, r.box)) for r in records)
             try:
-                if all(crew.map(_batch_is_whole, placed(self._records, writer))):
+                if all(crew.map(_batch_is_whole, together(each))):
                     return writer.close()
             except UnreadableError:
                 pass  # too short
@@ -142,7 +176,7 @@ class _File:
 
 
 def _batch_is_whole(batch: Sequence[Placed], files: Files) -> bool:
-    for _, room in batch:
+    for _, room, _ in batch:
         crc = 0
         run = Run(0, room.nbytes, room.file, room.start)
         for block in run_blocks([run], files):

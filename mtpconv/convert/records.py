@@ -29,7 +29,7 @@ from mtpconv.store.crew import Crew, batches
 from mtpconv.store.dequant import HfTensors
 from mtpconv.store.digest import digest_reading
 from mtpconv.store.files import BLOCK
-from mtpconv.store.record_writer import ALIGNMENT, tensor_frame
+from mtpconv.store.record_writer import ALIGNMENT
 from mtpconv.store.torch_dist_writer import Reservation, TorchDistWriter, write_at
 from mtpconv.tensors import DTYPE_BITS, Box, Shape, TensorSpec
 
@@ -45,15 +45,8 @@ class Record(NamedTuple):
     spec: TensorSpec
     box: Box
     what: Reading
-    #: HF tensors that lie one after another in the record, with their bytes
-    inside: Sequence[tuple[str, int]]
-    #: HF tensors that lie in it otherwise and are digested apart
-    apart: Sequence[tuple[str, Reading]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the record in its file."""
-        return tensor_frame(self.spec.dtype, self.box.sizes).length
+    #: bytes of each HF tensor if they lie one after another in the record, else nothing
+    sizes: tuple[int, ...]
 
 
 class _Form(NamedTuple):
@@ -62,6 +55,7 @@ class _Form(NamedTuple):
     spec: TensorSpec
     box: Box
     inner: TensorSpec
+    sizes: tuple[int, ...]
     #: (offset, bytes, operand, offset in the operand); None if there is more to it than runs
     runs: tuple[tuple[int, int, int, int], ...] | None
 
@@ -76,47 +70,43 @@ class Recorder:
         self._forms: dict[tuple[int, int, str, Shape], _Form] = {}
         self._digested: set[str] = set()
         self._stored: dict[str, TensorSpec] = {}
-        self._made = 0
 
     def nbytes(self, step: Step) -> int:
         """Bytes of a step's Megatron tensor."""
         return self._form(step, ()).spec.nbytes
 
-    def stored(self) -> dict[str, TensorSpec]:
-        """All tensors of the plan as Megatron stores them, by sharded key."""
-        if self._made < len(self._plan.steps):  # other ranks make the other records
-            for step in self._plan.steps:
-                address = self._layout.address(step.key, self._plan.geometry)
-                self._stored[address.key] = self._form(step, address.lead).spec
+    def stored(self, others: Iterable[Step]) -> dict[str, TensorSpec]:
+        """The tensors of all records made so far, and of other steps, by sharded key."""
+        for step in others:
+            address = self._layout.address(step.key, self._plan.geometry)
+            self._stored[address.key] = self._form(step, address.lead).spec
         return self._stored
 
     def records(self, steps: Iterable[Step]) -> Iterator[Record]:
         """The records of these steps, in order."""
         for step in steps:
-            record = self._record(step)
-            self._stored[record.key] = record.spec
-            self._made += 1
-            yield record
+            address = self._layout.address(step.key, self._plan.geometry)
+            form = self._form(step, address.lead)
+            self._stored[address.key] = form.spec
+            box = form.box
+            if address.index:
+                box = Box((*address.index, *box.offsets[len(address.index) :]), box.sizes)
+            if form.runs is None:
+                what = reading_of(form.inner, megatron_pieces(self._hf, step))
+            else:
+                what = Reading(form.inner, self._runs(step, form.runs))
+            yield Record(step, address.key, form.spec, box, what, form.sizes)
 
-    def _record(self, step: Step) -> Record:
-        address = self._layout.address(step.key, self._plan.geometry)
-        form = self._form(step, address.lead)
-        box = form.box
-        if address.index:
-            box = Box((*address.index, *box.offsets[len(address.index) :]), box.sizes)
-        if form.runs is None:
-            what = reading_of(form.inner, megatron_pieces(self._hf, step))
-        else:
-            what = Reading(form.inner, self._runs(step, form.runs))
-        inside: list[tuple[str, int]] = []
-        apart: list[tuple[str, Reading]] = []
-        for name in step.hf:
-            if step.op.name in _STREAMS:
-                inside.append((name, self._hf.tensors[name].nbytes))
-            elif name not in self._digested:
-                self._digested.add(name)
-                apart.append((name, reading(self._hf, name)))
-        return Record(step, address.key, form.spec, box, what, inside, apart)
+    def apart(self, record: Record) -> list[tuple[str, Reading]]:
+        """HF tensors that must be digested apart: no record has them in one piece.
+
+        Each is named once, however many records have parts of it.
+        """
+        if record.sizes:
+            return []
+        fresh = [name for name in record.step.hf if name not in self._digested]
+        self._digested.update(fresh)
+        return [(name, reading(self._hf, name)) for name in fresh]
 
     def _form(self, step: Step, lead: Shape) -> _Form:
         dtype = self._hf.tensors[step.hf[0]].dtype
@@ -146,20 +136,21 @@ class Recorder:
 def _form(step: Step, dtype: str, lead: Shape) -> _Form:
     shapes = [spec.shape for spec in step.specs]
     inner = TensorSpec(dtype, step.op.shape(shapes))
-    whole = Box((0,) * (len(lead) + len(inner.shape)), (*(1 for _ in lead), *inner.shape))
+    spec = TensorSpec(dtype, (*lead, *inner.shape))
+    whole = Box((0,) * len(spec.shape), (*(1 for _ in lead), *inner.shape))
+    streams = step.op.name in _STREAMS
+    sizes = tuple(TensorSpec(dtype, s).nbytes for s in shapes) if streams else ()
     bits = DTYPE_BITS[dtype]
     runs = []
     for move in step.op.moves(shapes):
         there = stretch(inner.shape, move.mcore)
-        shape = move.mcore.sizes if move.operand == PADDING else shapes[move.operand]
-        here = 0 if move.operand == PADDING else stretch(shape, move.hf)
+        here = 0 if move.operand == PADDING else stretch(shapes[move.operand], move.hf)
         size = move.mcore.elements * bits
         if move.swap or there is None or here is None or size % 8 or there * bits % 8:
-            return _Form(TensorSpec(dtype, (*lead, *inner.shape)), whole, inner, None)
+            return _Form(spec, whole, inner, sizes, None)
         if size:
             runs.append((there * bits // 8, size // 8, move.operand, here * bits // 8))
-    runs.sort()
-    return _Form(TensorSpec(dtype, (*lead, *inner.shape)), whole, inner, tuple(runs))
+    return _Form(spec, whole, inner, sizes, tuple(sorted(runs)))
 
 
 def megatron_pieces(hf: HfTensors, step: Step) -> list[Piece]:
@@ -176,11 +167,17 @@ def megatron_pieces(hf: HfTensors, step: Step) -> list[Piece]:
     return found
 
 
-Placed = tuple[Record, Reservation]
+class Placed(NamedTuple):
+    """A record, its room in a file, and HF tensors that are digested along with it."""
+
+    record: Record
+    room: Reservation
+    apart: Sequence[tuple[str, Reading]] = ()
 
 
 def write_records(
-    records: Iterable[Record],
+    recorder: Recorder,
+    steps: Iterable[Step],
     writer: TorchDistWriter,
     crew: Crew,
     done: Callable[[Sequence[Placed]], None],
@@ -189,15 +186,18 @@ def write_records(
 
     `done` is called for every batch that is in its file. Raises: WriteError, UnreadableError.
     """
-    for batch, digests in crew.map(_write_batch, placed(records, writer)):
+    each = (
+        Placed(r, writer.reserve(r.key, r.spec, r.box), recorder.apart(r))
+        for r in recorder.records(steps)
+    )
+    for batch, digests in crew.map(_write_batch, together(each)):
         yield from digests
         done(batch)
 
 
-def placed(records: Iterable[Record], writer: TorchDistWriter) -> Iterator[list[Placed]]:
-    """Records with their places; neighbours together, as many as fit into a block."""
-    each = ((r, writer.reserve(r.key, r.spec, r.box)) for r in records)
-    return batches(each, lambda p: p[1].frame.length + ALIGNMENT)
+def together(each: Iterable[Placed]) -> Iterator[list[Placed]]:
+    """Neighbours in a file, as many as fit into a block."""
+    return batches(each, lambda p: p.room.frame.length + ALIGNMENT)
 
 
 _Digests = list[tuple[str, str]]
@@ -205,18 +205,18 @@ _Digests = list[tuple[str, str]]
 
 def _write_batch(batch: Sequence[Placed], files: Files) -> tuple[Sequence[Placed], _Digests]:
     found: _Digests = []
-    first, last = batch[0][1], batch[-1][1]
+    first, last = batch[0].room, batch[-1].room
     begin = first.start - len(first.frame.prefix)
     end = last.start + last.nbytes + len(last.frame.suffix)
     if end - begin > BLOCK:  # one large record
-        for record, room in batch:
+        for record, room, _ in batch:
             _write_large(record, room, files, found)
     else:
         with files.buffer(end - begin) as window:
             _fill_window(batch, begin, window, files, found)
             write_at(first.fd, first.file, begin, window)
-    for record, _ in batch:
-        found += [(name, digest_reading(what, files)) for name, what in record.apart]
+    for placed in batch:
+        found += [(name, digest_reading(what, files)) for name, what in placed.apart]
     return batch, found
 
 
@@ -224,7 +224,7 @@ def _fill_window(
     batch: Sequence[Placed], begin: int, window: memoryview, files: Files, found: _Digests
 ) -> None:
     at = 0
-    for record, room in batch:
+    for record, room, _ in batch:
         data = room.start - begin
         after = data + room.nbytes
         body = window[data:after]
@@ -234,7 +234,7 @@ def _fill_window(
         window[at:data] = bytes(data - at - len(prefix)) + prefix
         at = after + len(suffix)
         window[after:at] = suffix
-        for name, nbytes in record.inside:
+        for name, nbytes in zip(record.step.hf, record.sizes, strict=False):
             found.append((name, blake3(body[:nbytes]).hexdigest()))
             body = body[nbytes:]
 
@@ -242,7 +242,8 @@ def _fill_window(
 def _write_large(record: Record, room: Reservation, files: Files, found: _Digests) -> None:
     """A record larger than a block: its data block by block, then what surrounds them."""
     crc, at = 0, room.start
-    operands = [(name, nbytes, blake3()) for name, nbytes in record.inside]
+    # No sizes: nothing to digest here.
+    operands = [(n, size, blake3()) for n, size in zip(record.step.hf, record.sizes, strict=False)]
     number, left = 0, operands[0][1] if operands else 0
     for block in record.what.blocks(files):
         crc = crc32(block, crc)

@@ -6,6 +6,7 @@ formats, fixtures and the tables in the docs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -157,7 +158,9 @@ def _expand(
                         number = str(expert)
                         key = row.key.replace("{expert}", number)
                         names = tuple(n.replace("{expert}", number) for n in row.hf)
-                    yield Step(mcore + key, op, tuple(hf + n for n in names), shaped, region, row)
+                    # The checkpoint has the same names: they are held once.
+                    held = tuple(sys.intern(hf + n) for n in names)
+                    yield Step(mcore + key, op, held, shaped, region, row)
 
 
 def _depths_found(table: Table, geometry: Geometry, present: Collection[str]) -> int:

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 from mtpconv.errors import UnreadableError
 
 #: Units: bytes. Large enough for full disk speed, small enough to stay in the L2/L3 cache.
-BLOCK = 4 << 20
+BLOCK = 2 << 20
 
 
 class Computed(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -55,6 +56,9 @@ def parse_index(read: JsonText, name: str) -> IndexFile:
         )
         for key in read.duplicate_keys
     ]
+    # The headers have the same names, and a file name stands for thousands of tensors.
+    weight_map = {sys.intern(name): sys.intern(file) for name, file in weight_map.items()}
+    value["weight_map"] = weight_map
     metadata = value.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return IndexFile(name, read.text, value, weight_map, total, tuple(problems))

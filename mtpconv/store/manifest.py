@@ -143,6 +143,10 @@ def _walk(folder: Path) -> Iterator[str]:
 
 def manifest_text(manifest: Manifest) -> str:
     """The manifest as it is written: JSON with one tensor a line."""
+    return "".join(_lines(manifest))
+
+
+def _lines(manifest: Manifest) -> Iterator[str]:
     head = {
         "format": MANIFEST_FORMAT,
         "version": MANIFEST_VERSION,
@@ -151,17 +155,19 @@ def manifest_text(manifest: Manifest) -> str:
         "config": _finite(manifest.config),
         "files": dict(sorted(manifest.files.items())),
     }
-    lines = [f"{_compact(key)}:{_compact(value)}" for key, value in head.items()]
+    yield "{" + ",\n".join(f"{_compact(key)}:{_compact(value)}" for key, value in head.items())
+    yield ',\n"tensors":['
     shapes = _Shapes()
-    rows = []
+    comma = ""
     # By hand: json.dumps for each row takes five times as long as all the rest.
     for name in sorted(manifest.tensors):
         spec, digest = manifest.tensors[name], manifest.digests[name]
-        rows.append(
-            f'{{"name":{_quoted(name)},"dtype":"{spec.dtype}","shape":{shapes[spec.shape]},'
-            f'"blake3":"{digest}"}}'
+        yield (
+            f'{comma}\n{{"name":{_quoted(name)},"dtype":"{spec.dtype}",'
+            f'"shape":{shapes[spec.shape]},"blake3":"{digest}"}}'
         )
-    return "{" + ",\n".join([*lines, '"tensors":[' + ",".join(f"\n{r}" for r in rows)]) + "\n]}\n"
+        comma = ","
+    yield "\n]}\n"
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
@@ -172,7 +178,7 @@ def write_manifest(manifest: Manifest, path: Path) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(manifest_text(manifest))
+            file.writelines(_lines(manifest))
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
