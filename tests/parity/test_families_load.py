@@ -19,7 +19,7 @@ from mtpconv.convert import hf2mcore
 from mtpconv.geometry import read_geometry
 from mtpconv.mapping.table import find_table, table_names
 from mtpconv.megatron_args import megatron_args, transformer_fields
-from mtpconv.parity import correspond, mcore, runtime
+from mtpconv.parity import correspond, mcore, modules, runtime
 from mtpconv.parity.settings import Settings
 from tests.convert.folders import make_hf, tensors_of
 from tests.parity import configs
@@ -215,14 +215,18 @@ def linear_attention(megatron_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Non
         for kernel in ("chunk_gated_delta_rule", "l2norm", "causal_conv1d"):
             monkeypatch.setattr(module, kernel, lambda *a, **k: None, raising=False)
         monkeypatch.setattr(module, "HAVE_FLA", True, raising=False)
-    modules = gdn.GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
-    plain_specs, plain_dialect = mcore.block_specs, mcore.set_dialect
+    submodules = gdn.GatedDeltaNetSubmodules(
+        ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear
+    )
+    plain_specs, plain_dialect = modules.block_specs, mcore.set_dialect
 
     def specs(settings: Settings, config: Any, te: bool) -> tuple[Any, Any]:
         decoder, mtp = plain_specs(settings, config, te)
         for layer, spec in enumerate(decoder.layer_specs):
             if settings.geometry.fact("is_linear", layer):
-                spec.submodules.self_attention = ModuleSpec(gdn.GatedDeltaNet, submodules=modules)
+                spec.submodules.self_attention = ModuleSpec(
+                    gdn.GatedDeltaNet, submodules=submodules
+                )
         return decoder, mtp
 
     def dialect(model: mcore.McoreModel, named: str) -> None:
