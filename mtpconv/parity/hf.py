@@ -22,6 +22,9 @@ from mtpconv.parity import runtime
 from mtpconv.parity.glue import Glue, glue_of
 from mtpconv.parity.hf_weights import HfWeights, module_state
 
+#: What the constructors of transformers raise for a config that does not fit together.
+_BAD_CONFIG = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+
 
 @dataclass(frozen=True)
 class Depth:
@@ -91,7 +94,7 @@ def load_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfMode
                 output_loading_info=True,
                 local_files_only=True,
             )
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        except (OSError, *_BAD_CONFIG) as error:
             raise UnreadableError(f"{folder}: transformers cannot load it: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:

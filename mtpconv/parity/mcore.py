@@ -8,9 +8,7 @@ Megatron's own `dist_checkpointing.load` at its default strictness.
 from __future__ import annotations
 
 import argparse
-import logging
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -66,7 +64,7 @@ def build(
 
     torch_dtype = getattr(torch, dtype)
     torch.manual_seed(seed)
-    with quiet(), torch.device("meta" if empty else device):
+    with runtime.quiet(), torch.device("meta" if empty else device):
         transformer = _transformer_config(settings, torch_dtype, device, te)
         decoder, mtp = block_specs(settings, transformer, te)
         module = GPTModel(
@@ -118,7 +116,7 @@ def load(model: McoreModel, folder: Path | TorchDistCheckpoint) -> None:
 
     stored = open_stored(folder) if isinstance(folder, Path) else folder
     state = checked_state(model, stored)
-    with quiet():
+    with runtime.quiet():
         loaded = dist_checkpointing.load(state, str(stored.folder))
     wanted = set(model.module.state_dict())
     model.module.load_state_dict({k: v for k, v in loaded.items() if k in wanted}, strict=True)
@@ -149,7 +147,7 @@ def save(
         "checkpoint_version": 3.0,
         "iteration": iteration,
     }
-    with quiet():
+    with runtime.quiet():
         dist_checkpointing.save(
             state, str(target), content_metadata={"non_homogeneous_layers": not stacked}
         )
@@ -324,18 +322,3 @@ def _arguments(model: McoreModel) -> dict[str, Any]:
     """Plain values of the transformer config, as Megatron's trainer keeps in `args`."""
     plain = (bool, int, float, str, type(None))
     return {k: v for k, v in model.settings.transformer.items() if isinstance(v, plain)}
-
-
-class quiet(warnings.catch_warnings):
-    """Megatron's start-up warnings and INFO lines say nothing about the checkpoint."""
-
-    def __enter__(self) -> Any:
-        entered = super().__enter__()
-        warnings.simplefilter("ignore")
-        self._level = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        return entered
-
-    def __exit__(self, *details: Any) -> None:
-        logging.disable(self._level)
-        super().__exit__(*details)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtpconv.parity import runtime
-from mtpconv.parity.mcore import McoreModel, quiet
+from mtpconv.parity.mcore import McoreModel
 
 
 def heads(model: McoreModel, tokens: Any) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def heads(model: McoreModel, tokens: Any) -> dict[str, Any]:
     source = module.mtp if model.depths else module.decoder
     hook = source.register_forward_hook(lambda _module, _args, output: states.append(output))
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), runtime.quiet():
             # 0.16.1 cannot run a model with MTP without labels; the loss is not used.
             module(row, _positions(row), _ahead(row), labels=row)
             chunks = torch.chunk(states[0], 1 + model.depths, 0)
@@ -60,7 +60,7 @@ def trunk_hidden(model: McoreModel, tokens: Any) -> Any:
 
     module = model.module
     row = tokens[None].to(runtime.require_session())
-    with torch.no_grad(), quiet():
+    with torch.no_grad(), runtime.quiet():
         embedded = module.embedding(input_ids=row, position_ids=_positions(row))
         return module.decoder(
             hidden_states=embedded,
@@ -81,7 +81,7 @@ def depth_hidden(model: McoreModel, number: int, hidden: Any, following: Any) ->
     module = model.module
     row = following[None].to(runtime.require_session())
     positions = _positions(row)
-    with torch.no_grad(), quiet():
+    with torch.no_grad(), runtime.quiet():
         # The layer rolls the ids that it is given; the embedding looks at the unrolled ones.
         found = module.mtp.layers[number](
             input_ids=row,

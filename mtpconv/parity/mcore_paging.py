@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtpconv.parity import runtime
-from mtpconv.parity.mcore import McoreModel, checked_state, quiet
+from mtpconv.parity.mcore import McoreModel, checked_state
 from mtpconv.parity.modules import mtp_attribute
 from mtpconv.parity.paging import Load, Unit
 from mtpconv.store.torch_dist import TorchDistCheckpoint
@@ -63,7 +63,7 @@ def _loader(entries: Mapping[str, Any], prefix: str, folder: str) -> Load:
         from megatron.core import dist_checkpointing
 
         asked = {key: _with_room(entry) for key, entry in entries.items()}
-        with quiet():
+        with runtime.quiet():
             loaded = dist_checkpointing.load(asked, folder, validate_access_integrity=False)
         device = runtime.require_session()
         return {

@@ -106,7 +106,11 @@ def run_parity(
         ties=megatron.run.ties.settled,
         choices=megatron.run.ties.rows,
         fault=fault,
-        notes=[*job.settings.notes, *coverage_notes(job.settings, job.tokens, stored_rows)],
+        notes=[
+            *job.settings.notes,
+            *coverage_notes(job.settings, job.tokens, stored_rows),
+            *_weak(heads),
+        ],
         memory=_memory(hf_pager, pager),
         seconds=time.monotonic() - started,
     )
@@ -152,11 +156,26 @@ def _compare_heads(job: _Job, reference: Measured, megatron: Measured) -> list[H
                 megatron.run.logits,
                 noise,
                 job.dtype,
+                job.settings.geometry.layers,
                 job.options.max_abs,
                 job.options.mean_abs,
             )
         )
     return found
+
+
+#: Limits wider than this share of the logits' spread leave room for a fault.
+WEAK = 0.2
+
+
+def _weak(heads: Sequence[HeadResult]) -> list[str]:
+    """Heads whose rounding is so large that a small fault would hide in it."""
+    found = [head for head in heads if head.limits.mean > WEAK * head.scale]
+    return [
+        f"{head.head}: rounding alone moves the logits by {head.limits.mean / head.scale:.0%} of "
+        "their spread, so a small fault would not show; compare in float32"
+        for head in found
+    ]
 
 
 def _compare_points(

@@ -6,7 +6,9 @@ a handful of CUDA calls answer for the CPU; `session` makes them do so and undoe
 
 from __future__ import annotations
 
+import logging
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
@@ -127,8 +129,10 @@ def session(device: str) -> Iterator[None]:
         return
     megatron_version()
     import torch
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    with quiet():
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mtpconv-"))
@@ -161,3 +165,16 @@ def require_session() -> str:
     if _open is None:
         raise RuntimeError("megatron-core is used outside mtpconv.parity.runtime.session")
     return _open
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Megatron's start-up warnings and INFO lines say nothing about the checkpoint."""
+    before = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)

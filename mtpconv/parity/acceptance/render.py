@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 
@@ -83,6 +83,46 @@ def bars(title: str, rows: Sequence[tuple[str, float | None]]) -> str:
             f"<text x='{left + length + 6:.1f}' y='{y + 15}'>{shown}</text>"
         )
     height = 40 + len(rows) * step
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
+        f"font-family='system-ui,sans-serif' font-size='13'>{''.join(parts)}</svg>\n"
+    )
+
+
+_COLOURS = ("#1f5fa8", "#c2410c", "#15803d", "#78716c", "#7e22ce")
+
+
+def curves(title: str, places: Sequence[str], lines: Mapping[str, Sequence[float]]) -> str:
+    """Named curves over named places, from 0 up, as one SVG."""
+    width, height, left, top, bottom = 640, 320, 40, 34, 40
+    top_value = max(max(values) for values in lines.values()) * 1.05
+
+    def x(place: int) -> float:
+        return left + (width - left - 150) * place / max(len(places) - 1, 1)
+
+    def y(value: float) -> float:
+        return height - bottom - (height - top - bottom) * value / top_value
+
+    parts = [f"<text x='0' y='16' font-weight='bold'>{escape(title)}</text>"]
+    for level in range(int(top_value) + 1):
+        parts.append(
+            f"<line x1='{left}' x2='{x(len(places) - 1):.1f}' y1='{y(level):.1f}' "
+            f"y2='{y(level):.1f}' stroke='#e7e5e4'/>"
+            f"<text x='{left - 8}' y='{y(level) + 4:.1f}' text-anchor='end'>{level}</text>"
+        )
+    for place, word in enumerate(places):
+        parts.append(
+            f"<text x='{x(place):.1f}' y='{height - bottom + 18}' text-anchor='middle'>"
+            f"{escape(word)}</text>"
+        )
+    for number, (name, values) in enumerate(lines.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        path = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(values))
+        parts.append(
+            f"<polyline fill='none' stroke='{colour}' stroke-width='2' points='{path}'/>"
+            f"<text x='{x(len(places) - 1) + 8:.1f}' y='{y(values[-1]) + 4:.1f}' fill='{colour}'>"
+            f"{escape(name)}</text>"
+        )
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
         f"font-family='system-ui,sans-serif' font-size='13'>{''.join(parts)}</svg>\n"
