@@ -187,13 +187,13 @@ def table_for(config: Mapping[str, object], mapping: Path | None) -> Table:
 
 
 def layout_for(plan: Plan, named: str | None) -> Layout:
-    """The layout to write: `training` (default), `local`, or dialect names joined by commas."""
-    if named in (None, "training"):
-        return training_layout(plan)
-    if named == "local":
-        local = [plan.table.local_spec] if plan.table.local_spec else []
-        return layout_of([*(d.name for d in training_layout(plan).dialects), *local])
-    return layout_of(n for n in str(named).split(",") if n != "canonical")
+    """The layout to write: `training` (default), `local`, dialect names, joined by commas."""
+    training = [d.name for d in training_layout(plan).dialects]
+    local = [plan.table.local_spec] if plan.table.local_spec else []
+    short = {"training": training, "local": [*training, *local], "canonical": []}
+    return layout_of(
+        n for word in (named or "training").split(",") for n in short.get(word, [word])
+    )
 
 
 def hf2mcore(

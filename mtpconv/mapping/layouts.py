@@ -82,10 +82,10 @@ class Layout:
         return Address(key, tuple(index), tuple(lead))
 
 
-#: Order matters: a layer axis comes before an expert axis.
+#: Order matters: a layer axis comes before an expert axis. All of `mappings/layouts`.
 DIALECTS = (
     "stacked_layers", "stacked_experts", "local_spec_mla", "local_spec_gqa", "local_modules_gqa",
-    "mtp_model_layer",
+    "mtp_model_layer", "mamba_conv1d_module", "language_model",
 )  # fmt: skip
 
 
@@ -146,9 +146,12 @@ def detect_layout(plan: Plan, keys: Collection[str]) -> Layout:
     samples: dict[tuple[str, str, str], Step] = {}
     for step in plan.steps:
         samples.setdefault((step.row.block, step.row.key, step.region.kind), step)
+    plain = {s.key for s in samples.values()}
+    # One that respells nothing here would only double the work.
+    able = [n for n in DIALECTS if any(_changes(n, key, plan.geometry) for key in plain)]
     best, best_score = Layout(), (-1, 0)
-    for size in range(len(DIALECTS) + 1):
-        for names in itertools.combinations(DIALECTS, size):
+    for size in range(len(able) + 1):
+        for names in itertools.combinations(able, size):
             layout = layout_of(names)
             if any(n in d.excludes for d in layout.dialects for n in names):
                 continue
@@ -156,6 +159,10 @@ def detect_layout(plan: Plan, keys: Collection[str]) -> Layout:
             if (hits, -size) > best_score:
                 best, best_score = layout, (hits, -size)
     return best
+
+
+def _changes(name: str, key: str, geometry: Geometry) -> bool:
+    return layout_of([name]).address(key, geometry) != Address(key)
 
 
 def addresses(plan: Plan, layout: Layout) -> Sequence[Address]:

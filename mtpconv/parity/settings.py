@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtpconv.errors import RefusedError, UnsupportedError
-from mtpconv.geometry import Geometry
+from mtpconv.geometry import Geometry, index_sharing
 
 #: First megatron-core release that wires up sparse attention with its rope and ReLU switches.
 #: Source: facts measured 2026-11-29 on 0.16.1 and 0.19.2.
@@ -229,16 +229,16 @@ def _mla(s: Settings) -> None:
 
 
 def _dsa(s: Settings) -> None:
-    g, c = s.geometry, s.geometry.text
-    _check_index_sharing(g)
+    g = s.geometry
+    frequency, offset = _index_sharing(g)
     s.dsa = True
     s.transformer |= {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": g.dim("index_n_heads"),
         "dsa_indexer_head_dim": g.dim("index_head_dim"),
         "dsa_indexer_topk": g.dim("index_topk"),
-        "dsa_indexer_topk_freq": max(c.get("index_topk_freq") or 1, 1),
-        "dsa_indexer_skip_topk_offset": c.get("index_skip_topk_offset", 2),
+        "dsa_indexer_topk_freq": frequency,
+        "dsa_indexer_skip_topk_offset": offset,
         "dsa_indexer_rope_interleaved": True,
         "dsa_indexer_rotate_activation": False,
         "dsa_indexer_scoring_relu": True,
@@ -253,18 +253,15 @@ def _split_indexer_rope(s: Settings) -> None:
     s.transformer["dsa_indexer_rope_interleaved"] = False
 
 
-def _check_index_sharing(g: Geometry) -> None:
+def _index_sharing(g: Geometry) -> tuple[int, int]:
     """Megatron knows index sharing only as a frequency and an offset."""
-    if not any(name in g.text for name in ("indexer_types", "index_topk_pattern")):
-        return
-    frequency = max(g.text.get("index_topk_freq") or 1, 1)
-    offset = g.text.get("index_skip_topk_offset", 2)
-    for layer in range(g.layers):
-        if g.fact("has_indexer", layer) != (max(layer - offset + 1, 0) % frequency == 0):
-            raise UnsupportedError(
-                f"indexer_types: layer {layer} does not follow index_topk_freq {frequency} and "
-                f"index_skip_topk_offset {offset}, the only pattern Megatron can build"
-            )
+    found = index_sharing(g)
+    if found is None:
+        raise UnsupportedError(
+            "config.json: the layers that have an indexer follow no index_topk_freq and "
+            "index_skip_topk_offset, the only pattern Megatron can build"
+        )
+    return found
 
 
 def _moe(s: Settings) -> None:

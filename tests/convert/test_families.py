@@ -12,6 +12,7 @@ from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.errors import UnsupportedError
 from mtpconv.geometry import EXPERT_FIELDS
 from mtpconv.mapping.table import find_table, table_names
+from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.synth import shrink
 from tests.convert.folders import file_hashes, make_hf, tensors_of, write_hf
 
@@ -36,6 +37,17 @@ def test_a_family_there_and_back(tmp_path: Path, name: str) -> None:
     assert there.verified
     back = mcore2hf(tmp_path / "mcore", tmp_path / "back")
     assert back.unchanged == back.tensors == len(tensors_of(hf))
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
+
+
+def test_a_decoder_under_language_model_comes_back(tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", small("qwen3_5"))
+    hf2mcore(hf, tmp_path / "mcore", layout="training,language_model")
+    keys = open_torch_dist(tmp_path / "mcore").tensors
+    assert all(key.startswith("language_model.") for key in keys)
+    assert "language_model.mtp.layers.0.eh_proj.weight" in keys
+    done = mcore2hf(tmp_path / "mcore", tmp_path / "back")
+    assert "language_model" in done.layout
     assert file_hashes(tmp_path / "back") == file_hashes(hf)
 
 

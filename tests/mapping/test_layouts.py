@@ -17,22 +17,32 @@ from mtpconv.mapping.layouts import (
     training_layout,
 )
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table import find_table, mappings_folder
 from tests.mapping.toy import config, configs
+from tests.parity.configs import NEMOTRON_H
 
 COMBINATIONS = [
     names
     for size in range(len(DIALECTS) + 1)
-    # local_spec_gqa respells nothing that this family keeps apart.
-    for names in itertools.combinations([d for d in DIALECTS if d != "local_spec_gqa"], size)
+    # local_spec_gqa respells nothing that this family keeps apart; it has no Mamba.
+    for names in itertools.combinations(
+        [d for d in DIALECTS if d not in ("local_spec_gqa", "mamba_conv1d_module")], size
+    )
 ]
+
+
+def test_every_file_is_a_dialect() -> None:
+    files = {path.stem for path in (mappings_folder() / "layouts").iterdir()}
+    assert set(DIALECTS) == files
+    assert len(DIALECTS) == len(files)
 
 
 @given(configs())
 def test_law_layouts_are_injective_and_recognised(raw: dict[str, Any]) -> None:
     plan = make_plan(raw, find_table(raw["model_type"]))
     local = ("local_spec_mla",)
-    for names in ((), ("stacked_experts",), local, ("stacked_experts", "mtp_model_layer")):
+    inner = ("stacked_experts", "mtp_model_layer", "language_model")
+    for names in ((), ("stacked_experts",), local, inner):
         layout = layout_of(names)
         spots = addresses(plan, layout)
         assert len(set(spots)) == len(plan.steps)
@@ -70,3 +80,18 @@ def test_stacked_layers_and_experts_become_two_leading_axes() -> None:
 def test_an_unknown_layout_names_the_known_ones() -> None:
     with pytest.raises(UsageError, match="stacked_experts"):
         layout_of(["sideways"])
+
+
+def test_mamba_s_convolution_is_recognised_as_a_module() -> None:
+    plan = make_plan(NEMOTRON_H | {"num_nextn_predict_layers": 0}, find_table("nemotron_h"))
+    for names in ((), ("mamba_conv1d_module",), ("mamba_conv1d_module", "language_model")):
+        spots = addresses(plan, layout_of(names))
+        found = detect_layout(plan, {a.key for a in spots})
+        assert {d.name for d in found.dialects} == set(names)
+
+
+def test_a_vision_language_model_keeps_its_decoder_under_language_model() -> None:
+    plan = make_plan(config("deepseek_v3"), find_table("deepseek_v3"))
+    layout = layout_of(["stacked_experts", "language_model"])
+    spot = layout.address("mtp.layers.0.enorm.weight", plan.geometry)
+    assert spot.key == "language_model.mtp.layers.0.enorm.weight"

@@ -34,7 +34,9 @@ MODELS: dict[str, Config] = {
     "exaone_moe": configs.EXAONE_MOE,
     "glm4_moe": configs.GLM4_MOE,
     "glm4_moe_lite": configs.GLM4_MOE_LITE,
-    "glm_moe_dsa": configs.GLM_MOE_DSA_SHARING,
+    # Which layers share indexers, as a list only: Megatron's arguments follow from it.
+    "glm_moe_dsa": configs.GLM_MOE_DSA
+    | {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"]},
     "hy_v3": configs.HY_V3,
     "kimi_k2": configs.DEEPSEEK_V3 | {"model_type": "kimi_k2", "num_nextn_predict_layers": 0},
     "llama": configs.LLAMA,
