@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from mtpconv.convert.drop import drop_hint, droppable
 from mtpconv.errors import RefusedError
 from mtpconv.geometry import Config
 from mtpconv.mapping.check import check_plan, is_left_out, layer_of, unmapped_message
@@ -16,8 +17,6 @@ from mtpconv.mapping.plan import Plan, make_plan
 from mtpconv.mapping.table import Table
 from mtpconv.ranges import compress
 from mtpconv.tensors import TensorSpec
-
-DROP_HINT = "or pass --drop-mtp to leave MTP out (the written config then says 0)"
 
 
 def agreed_plan(
@@ -42,19 +41,19 @@ def agreed_plan(
         raise RefusedError(str(faults[0]))
     dropped: tuple[str, ...] = ()
     if drop_mtp:
-        dropped = tuple(n for n in inventory if is_mtp_name(plan, n))
+        known = droppable(config, table, inventory.keys(), where)
+        dropped = tuple(n for n in inventory if n in known)
         plan = make_plan(config, table, inventory, depths=0)
         inventory = {n: s for n, s in inventory.items() if n not in set(dropped)}
     else:
         require_mtp(plan, inventory, where)
     unmapped = [n for n in inventory if n not in plan.hf and not is_left_out(table, n)]
     if unmapped:
-        hint = (
-            "; correct the config, " + DROP_HINT
-            if "MTP lives" in (text := unmapped_message(plan, unmapped))
-            else "; nothing is converted, so that nothing is lost"
-        )
-        raise RefusedError(f"{where}: M05 {text}{hint}")
+        hint = "nothing is converted, so that nothing is lost"
+        text = unmapped_message(plan, unmapped)
+        if "MTP lives" in text and not drop_mtp:
+            hint = "correct the config, " + drop_hint(config, table, inventory, unmapped)
+        raise RefusedError(f"{where}: M05 {text}; {hint}")
     absent = [n for n in plan.hf if n not in inventory]
     if absent:
         raise RefusedError(
@@ -84,14 +83,15 @@ def require_mtp(plan: Plan, names: Collection[str], where: str) -> None:
         if not absent:
             continue
         promise = f"{field} = {geometry.depths} promises MTP depth {depth}"
+        hint = drop_hint(geometry.config, plan.table, names, ())
         if len(absent) == len(wanted):
             raise RefusedError(
                 f"{where}: {promise}, and all of its {len(wanted)} tensors are missing: "
-                f"{compress(absent, 2)}; fetch the shards that hold them, {DROP_HINT}"
+                f"{compress(absent, 2)}; fetch the shards that hold them, {hint}"
             )
         raise RefusedError(
             f"{where}: {promise}, and {len(absent)} of its {len(wanted)} tensors are missing: "
-            f"{compress(absent, 4)}; fetch the shards that hold them, {DROP_HINT}"
+            f"{compress(absent, 4)}; fetch the shards that hold them, {hint}"
         )
 
 

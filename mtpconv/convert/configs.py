@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from mtpconv.geometry import MTP_FIELDS
+from mtpconv.geometry import MTP_FIELDS, text_config
 from mtpconv.store.fp8_tensors import SCALE, quantisation, without_quantisation
 
 #: Lists in a quantisation config that name modules left unquantised.
@@ -24,7 +24,8 @@ def changed_config(
 ) -> dict[str, Any] | None:
     """The config of what is written; None if that is the source's, byte for byte.
 
-    With `drop_mtp` every field that promises MTP is 0, and modules that had only `dropped`
+    With `drop_mtp` every field that promises MTP is 0 (one is added if there is none: loaders take
+    an absent field for 1), and modules that had only `dropped`
     tensors, none that is `left`, leave the list of unquantised modules. With `bf16` the
     quantisation config is gone.
     """
@@ -42,10 +43,19 @@ def config_bytes(config: Mapping[str, Any]) -> bytes:
 
 
 def _without_promise(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        k: 0 if k in MTP_FIELDS else _without_promise(v) if isinstance(v, Mapping) else v
-        for k, v in config.items()
-    }
+    def cleared(value: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            k: 0 if k in MTP_FIELDS else cleared(v) if isinstance(v, Mapping) else v
+            for k, v in value.items()
+        }
+
+    text = text_config(config)
+    if any(f in text for f in MTP_FIELDS):
+        return cleared(config)
+    said = {**text, MTP_FIELDS[0]: 0}
+    if text is config:
+        return cleared(said)
+    return cleared({k: said if v is text else v for k, v in config.items()})
 
 
 def _modules(names: Iterable[str]) -> set[str]:

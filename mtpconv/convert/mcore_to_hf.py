@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 from blake3 import blake3
 
 from mtpconv import __version__
-from mtpconv.convert.agreement import DROP_HINT, is_mtp_name
+from mtpconv.convert.agreement import is_mtp_name
 from mtpconv.convert.arithmetic import computed_names, export_arithmetic, originals_of, undone
 from mtpconv.convert.configs import changed_config, config_bytes
+from mtpconv.convert.drop import DROP_HINT, droppable
 from mtpconv.convert.fp8 import (
     Fp8,
     bf16_inventory,
@@ -33,7 +35,7 @@ from mtpconv.convert.verify import require_accepted, verify_digests
 from mtpconv.errors import RefusedError, UsageError
 from mtpconv.mapping.check import check_plan, is_carried
 from mtpconv.mapping.layouts import detect_layout
-from mtpconv.mapping.plan import Plan, make_plan
+from mtpconv.mapping.plan import make_plan
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
 from mtpconv.store.arithmetic import Undone
@@ -117,7 +119,10 @@ def plan_mcore2hf(
         )
     table = table_for(origin.config, mapping)
     present = origin.names or None
-    plan = make_plan(origin.config, table, present)
+    mtp: frozenset[str] = frozenset()
+    if drop_mtp:
+        mtp = droppable(origin.config, table, origin.names, str(origin.path))
+    plan = make_plan(origin.config, table, present, depths=0 if drop_mtp else None)
     layout = detect_layout(plan, checkpoint.tensors.keys())
     faults = check_plan(plan, layout)
     if faults:
@@ -130,20 +135,14 @@ def plan_mcore2hf(
     stored = {n: spec for h in origin.headers.values() for n, spec in h.tensors.items()}
     if mode == "bf16":
         stored = bf16_inventory(stored, quantised)
-    gone = [n for n in stored if drop_mtp and is_mtp_name(plan, n.removesuffix(SCALE))]
+    gone = [n for n in stored if n.removesuffix(SCALE) in mtp]
     left = {n: spec for n, spec in stored.items() if n not in set(gone)}
-    wanted = plan
-    if drop_mtp:
-        wanted = make_plan(origin.config, table, present, depths=0)
-        _require_trunk(view, wanted)
-    else:
-        _require_whole(view, source)
+    _require_whole(view, source, drop_mtp=drop_mtp)
     if stored:
         headers = shards_of(origin.headers, left)
+        _require_same_inventory(view, content, headers, origin, source, gone)
     else:
-        headers = make_headers(origin.path, {n: view.tensors[n] for n in wanted.hf})
-    if stored and not drop_mtp:
-        _require_same_inventory(view, content, headers, origin, source)
+        headers = make_headers(origin.path, {n: view.tensors[n] for n in plan.hf})
     config = changed_config(
         origin.config, drop_mtp=drop_mtp, bf16=mode == "bf16", dropped=gone, left=left
     )
@@ -247,13 +246,8 @@ def _write_rest(work: McoreToHf, folder: Path) -> None:
             write_bytes(folder / index, index_bytes(work.headers))
 
 
-def _require_trunk(view: HfView, trunk: Plan) -> None:
-    absent = [n for n in trunk.hf if n not in view.tensors]
-    if absent:
-        raise RefusedError(f"{describe_missing(view, absent)}; the trunk itself is not whole")
-
-
-def _require_whole(view: HfView, source: Path) -> None:
+def _require_whole(view: HfView, source: Path, *, drop_mtp: bool) -> None:
+    """Both sides hold the same tensors; with `drop_mtp`, MTP apart and nothing else."""
     if view.missing:
         mtp = [n for n in view.missing if is_mtp_name(view.plan, n)]
         hint = f"; the config promises MTP: take a checkpoint that has it, {DROP_HINT}"
@@ -261,13 +255,14 @@ def _require_whole(view: HfView, source: Path) -> None:
         raise RefusedError(
             text + (hint if mtp else "; the checkpoint is not whole or of another model")
         )
-    if view.unmapped:
-        mtp = [k for k in view.unmapped if k.startswith("mtp.")]
-        text = f"{source}: M05 {len(view.unmapped)} Megatron tensors are not in the table"
+    unmapped = [k for k in view.unmapped if not (drop_mtp and k.startswith("mtp."))]
+    if unmapped:
+        mtp = [k for k in unmapped if k.startswith("mtp.")]
+        text = f"{source}: M05 {len(unmapped)} Megatron tensors are not in the table"
         if mtp and not view.plan.geometry.depths:
             text += ", MTP that config.json does not promise"
         raise RefusedError(
-            f"{text}: {compress(view.unmapped, 4)}; nothing is converted, so that nothing is lost"
+            f"{text}: {compress(unmapped, 4)}; nothing is converted, so that nothing is lost"
             + (f"; correct the config given with --like, {DROP_HINT}" if mtp else "")
         )
     padding = list(view.nonzero_padding())
@@ -285,6 +280,7 @@ def _require_same_inventory(
     headers: dict[str, ShardHeader],
     origin: HfSource,
     source: Path,
+    dropped: Collection[str],
 ) -> None:
     wanted = {n: spec for h in headers.values() for n, spec in h.tensors.items()}
     table = view.plan.table
@@ -296,7 +292,7 @@ def _require_same_inventory(
             f"{origin.path}: {len(unknown)} tensors of its shards are not in the checkpoint: "
             f"{compress(unknown, 4)}{hint}"
         )
-    extra = [n for n in content.tensors if n not in wanted]
+    extra = [n for n in content.tensors if n not in wanted and n not in dropped]
     if extra:
         raise RefusedError(
             f"{source}: {len(extra)} tensors have no place in the shards of {origin.path}: "

@@ -1,0 +1,123 @@
+"""--drop-mtp drops MTP and nothing but MTP, and the written config says 0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtpconv.convert import hf2mcore, mcore2hf
+from mtpconv.errors import RefusedError
+from mtpconv.store.content import blocks
+from mtpconv.store.dist_metadata_writer import write_metadata
+from mtpconv.store.torch_dist import open_torch_dist
+from mtpconv.store.torch_dist_writer import TorchDistWriter
+from mtpconv.tensors import Box, TensorSpec
+from tests.convert.folders import make_hf, tensors_of, write_hf
+from tests.mapping.toy import config
+
+Tensors = dict[str, tuple[TensorSpec, bytes]]
+
+
+def rewritten(folder: Path, changes: Tensors) -> None:
+    """The torch_dist folder with some tensors added or replaced."""
+    stored = open_torch_dist(folder)
+    tensors: Tensors = {
+        k: (s, b"".join(bytes(b) for b in blocks(stored, k))) for k, s in stored.tensors.items()
+    }
+    tensors |= changes
+    for path in folder.glob("*.distcp"):
+        path.unlink()
+    with TorchDistWriter(folder) as writer:
+        for key, (spec, data) in tensors.items():
+            writer.write(key, spec, Box.whole(spec.shape), iter([data]))
+        write_metadata(folder, writer.close())
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    hf = make_hf(tmp_path / "hf", config("deepseek_v3"))
+    hf2mcore(hf, tmp_path / "mcore", layout="canonical")
+    yield hf, tmp_path / "mcore"
+
+
+def test_export_still_refuses_what_is_no_mtp(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    _, mcore = pair
+    lora = (TensorSpec("BF16", (2,)), b"\1\2\3\4")
+    rewritten(mcore / "release", {"decoder.layers.0.self_attention.secret_lora.weight": lora})
+    for drop in (False, True):
+        with pytest.raises(RefusedError, match=r"M05 .*secret_lora"):
+            mcore2hf(mcore, tmp_path / "back", drop_mtp=drop)
+    assert not (tmp_path / "back").exists()
+
+
+def test_export_still_refuses_trained_padding_rows(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    _, mcore = pair
+    key = "embedding.word_embeddings.weight"
+    stored = open_torch_dist(mcore)
+    rows, width = stored.tensors[key].shape
+    data = b"".join(bytes(b) for b in blocks(stored, key)) + np.ones(4 * width, "<u2").tobytes()
+    rewritten(mcore / "release", {key: (TensorSpec("BF16", (rows + 4, width)), data)})
+    for drop in (False, True):
+        with pytest.raises(RefusedError, match="4 rows beyond the config's vocabulary"):
+            mcore2hf(mcore, tmp_path / "back", drop_mtp=drop)
+
+
+def test_export_still_refuses_another_dtype(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    hf, mcore = pair
+    key = "decoder.final_layernorm.weight"
+    spec, data = open_torch_dist(mcore).tensors[key], tensors_of(hf)["model.norm.weight"][1]
+    rewritten(mcore / "release", {key: (TensorSpec("F16", spec.shape), data)})
+    for drop in (False, True):
+        with pytest.raises(RefusedError, match="does not cast"):
+            mcore2hf(mcore, tmp_path / "back", drop_mtp=drop)
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize("short", [1, 2])
+def test_a_config_that_lost_layers_does_not_turn_them_into_mtp(
+    tmp_path: Path, model: str, short: int
+) -> None:
+    full = config(model, num_hidden_layers=5)
+    tensors = tensors_of(make_hf(tmp_path / "plain", full))
+    lies = write_hf(tmp_path / "lies", tensors, {**full, "num_hidden_layers": 5 - short})
+    with pytest.raises(RefusedError) as plain:
+        hf2mcore(lies, tmp_path / "mcore")
+    assert "--drop-mtp" not in str(plain.value)
+    assert "num_hidden_layers" in str(plain.value)
+    with pytest.raises(RefusedError, match="a trunk layer"):
+        hf2mcore(lies, tmp_path / "mcore", drop_mtp=True)
+    assert not (tmp_path / "mcore").exists()
+
+
+@pytest.mark.parametrize("promise", [1, 0, None, "absent"])
+def test_the_written_config_says_0_even_where_the_field_was_absent(
+    tmp_path: Path, promise: Any
+) -> None:
+    full = config("deepseek_v3")
+    tensors = tensors_of(make_hf(tmp_path / "plain", full))
+    raw = {**full, "num_nextn_predict_layers": promise}
+    if promise == "absent":
+        del raw["num_nextn_predict_layers"]
+    hf = write_hf(tmp_path / "hf", tensors, raw)
+    done = hf2mcore(hf, tmp_path / "mcore", drop_mtp=True)
+    assert done.mtp_depths == 0
+    mcore2hf(tmp_path / "mcore", tmp_path / "back")
+    for path in (tmp_path / "mcore/hf_source/files", tmp_path / "back"):
+        written = json.loads((path / "config.json").read_text())
+        assert written["num_nextn_predict_layers"] == 0
+    assert not [n for n in tensors_of(tmp_path / "back") if ".layers.3." in n]
+
+
+def test_a_second_depth_that_is_not_promised_is_mtp_too(tmp_path: Path) -> None:
+    two = config(num_nextn_predict_layers=2)
+    tensors = tensors_of(make_hf(tmp_path / "plain", two))
+    hf = write_hf(tmp_path / "hf", tensors, config(num_nextn_predict_layers=1))
+    with pytest.raises(RefusedError, match="M05 .*--drop-mtp"):
+        hf2mcore(hf, tmp_path / "mcore")
+    hf2mcore(hf, tmp_path / "mcore", drop_mtp=True)
+    assert not [k for k in open_torch_dist(tmp_path / "mcore").tensors if k.startswith("mtp")]
