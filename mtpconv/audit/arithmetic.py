@@ -23,7 +23,12 @@ def as_megatron(subject: Subject, plan: Plan) -> Subject:
         f"{len(todo)} tensors of {subject.path} were compared by value ({_says(todo)}, rounded "
         "once): Megatron does not hold their bytes"
     )
-    return replace(subject, content=Applied(content, todo), notes=(*subject.notes, said))
+    return replace(
+        subject,
+        content=Applied(content, todo),
+        notes=(*subject.notes, said),
+        by_value=subject.by_value | frozenset(todo),
+    )
 
 
 def as_hf(view: HfView, carried: HfCheckpoint | None) -> Subject:
@@ -36,7 +41,12 @@ def as_hf(view: HfView, carried: HfCheckpoint | None) -> Subject:
         f"{len(todo)} tensors ({_says(todo)}) were compared as their originals in hf_source where "
         f"{subject.path} holds exactly what is made of these, else by value, undone and rounded"
     )
-    return replace(subject, content=content, notes=(*subject.notes, said))
+    return replace(
+        subject,
+        content=content,
+        notes=(*subject.notes, said),
+        by_value=subject.by_value | frozenset(todo),
+    )
 
 
 def _says(todo: Mapping[str, str]) -> str:

@@ -86,6 +86,9 @@ def _audit_pair(
     findings += _own_faults(before, after, regions, findings)
     findings += _profile(after, regions, found.missing, options)
     states = found.states()
+    for name in before.by_value | after.by_value:
+        if states.get(name) == "identical":
+            states[name] = "equal"
     states.update(dict.fromkeys(excused, "allowed"))
     status = pair_status(before, after, regions, states, excused, depth_status(content))
     compared = Compared(

@@ -229,7 +229,7 @@ def _seen_fp8(opened: Manifest | HfCheckpoint, plan: Plan) -> Subject:
     )
     return replace(
         hf_subject(opened), content=Dequantised(opened, found), dialect="block FP8 seen as BF16",
-        notes=(said,),
+        notes=(said,), by_value=frozenset(found),
     )  # fmt: skip
 
 

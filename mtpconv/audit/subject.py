@@ -58,6 +58,8 @@ class Subject:
     dialect: str | None = None
     #: files that the index names; None without an index
     indexed_files: frozenset[str] | None = None
+    #: tensors seen through arithmetic: equal values there are never called identical bytes
+    by_value: frozenset[str] = frozenset()
     #: file of each tensor, where one file holds it whole
     where: Mapping[str, str] = field(default_factory=dict)
     #: what the report must say about how this side was read
