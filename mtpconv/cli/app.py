@@ -100,6 +100,14 @@ def hf2mcore(
     mapping: Mapping = None,
     drop_mtp: DropMtp = False,
     fp8: Fp8 = "keep",
+    pad_vocab: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Pad embedding and LM head with zero rows to a multiple: Megatron's "
+            "make-vocab-size-divisible-by (128) times the tensor-parallel size of the run.",
+        ),
+    ] = 1,
     overwrite: Overwrite = False,
     no_verify: NoVerify = False,
     dry_run: DryRun = False,
@@ -116,8 +124,8 @@ def hf2mcore(
 
     run_hf2mcore(
         src, dst, layout=layout, iteration=iteration, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8,
-        overwrite=overwrite, verify=not no_verify, dry_run=dry_run, jobs=jobs, resume=resume,
-        log_format=log_format, quiet=quiet,
+        pad_vocab=pad_vocab, overwrite=overwrite, verify=not no_verify, dry_run=dry_run, jobs=jobs,
+        resume=resume, log_format=log_format, quiet=quiet,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from mtpconv.convert.verify import verify_digests
 from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
 from mtpconv.mapping.check import is_carried
 from mtpconv.mapping.layouts import Layout, layout_of, training_layout
-from mtpconv.mapping.plan import CopyStep, Plan
+from mtpconv.mapping.plan import CopyStep, Plan, padded_plan
 from mtpconv.mapping.table import Table, find_table, read_table
 from mtpconv.megatron_args import megatron_args
 from mtpconv.progress import Progress
@@ -119,7 +119,7 @@ class HfToMcore:
         if self.fp8 == "keep":
             carried += sum(spec.nbytes for spec in self.kept.values())
         records = 2 * len(self.plan.steps)  # tensors, and an _extra_state for most of them
-        return self.nbytes + carried + copies + RECORD_OVERHEAD * records + (1 << 20)
+        return self.nbytes + carried + copies + padding + RECORD_OVERHEAD * records + (1 << 20)
 
     @property
     def memory(self) -> int:
@@ -130,6 +130,12 @@ class HfToMcore:
 def plan_hf2mcore(
     source: Path,
     *,
+        padding = sum(
+            self.content.tensors[s.hf[0]].nbytes * s.shape[0] // max(s.specs[0].shape[0], 1)
+            - self.content.tensors[s.hf[0]].nbytes
+            for s in self.plan.steps
+            if s.op.name == "pad_rows"
+        )
     mapping: Path | None = None,
     layout: str | None = None,
     drop_mtp: bool = False,
@@ -146,6 +152,7 @@ def plan_hf2mcore(
         raise UnreadableError(f"{source}: has no config.json; it says what the model is")
     table = table_for(hf.config, mapping)
     if not table.converts:
+    pad_vocab: int = 1,
         raise UnsupportedError(
             f"{source}: {table.model_type} is not converted: Megatron-Core lacks "
             f"{table.needs or 'parts of it'}; inventory and audit work"
@@ -165,7 +172,8 @@ def plan_hf2mcore(
             )
     gone = set(dropped)
     gaps: list[str] = []
-    args = megatron_args(plan.geometry, gaps=gaps)
+    plan = padded_plan(plan, pad_vocab)
+    args = megatron_args(plan.geometry, _rows(plan), gaps)
     return HfToMcore(
         hf,
         content,
@@ -193,6 +201,11 @@ def layout_for(plan: Plan, named: str | None) -> Layout:
     short = {"training": training, "local": [*training, *local], "canonical": []}
     return layout_of(
         n for word in (named or "training").split(",") for n in short.get(word, [word])
+def _rows(plan: Plan) -> int | None:
+    """Rows of embedding and LM head, None if no table row may be padded."""
+    return next((s.shape[0] for s in plan.steps if s.op.name == "pad_rows"), None)
+
+
     )
 
 
@@ -217,6 +230,7 @@ def hf2mcore(
 
     With several `ranks` all call this with the same arguments; each does its share.
 
+    pad_vocab: int = 1,
     Law: every HF tensor is in exactly one Megatron tensor, carried beside, or (only with
     `drop_mtp`) named as dropped; the bytes read back are those that were read. The bytes
     written do not depend on `jobs`. Block FP8 becomes BF16; `fp8` says whether codes and scales
@@ -228,11 +242,14 @@ def hf2mcore(
     progress, ranks = progress or Progress(), ranks or Ranks()
     check_target(target, source, overwrite=overwrite)
     snapshot = Snapshot(files_of(source))
-    work = plan_hf2mcore(source, mapping=mapping, layout=layout, drop_mtp=drop_mtp, fp8=fp8)
+    work = plan_hf2mcore(
+        source, mapping=mapping, layout=layout, drop_mtp=drop_mtp, fp8=fp8, pad_vocab=pad_vocab
+    )
     if dry_run:
         check_space(target, work.disk)
         return _outcome(work, source, target, dry_run=True)
     with (
+    Embedding and LM head get rows of zeros up to a multiple of `pad_vocab`, which exports cut.
         Output(
             target, source, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
         ) as out,

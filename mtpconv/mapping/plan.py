@@ -224,6 +224,22 @@ def _copies(
                 yield CopyStep(name, rule.of, spec, region)
 
 
+def padded_plan(plan: Plan, multiple: int) -> Plan:
+    """The plan with embedding and LM head padded to a multiple of so many rows.
+
+    Source: megatron-core 0.19.2 core/tokenizers/utils/build_tokenizer.py
+    `vocab_size_with_padding`: the multiple is make_vocab_size_divisible_by times the
+    tensor-parallel size.
+    """
+
+    def grown(step: Step) -> Step:
+        if step.op.name != "pad_rows":
+            return step
+        return padded(step, -(-step.specs[0].shape[0] // multiple) * multiple)
+
+    return replace(plan, steps=tuple(map(grown, plan.steps)))
+
+
 def padded(step: Step, rows: int) -> Step:
     """The step with its Megatron tensor padded to `rows` rows; only for pad_rows."""
     return Step(step.key, PadRows(rows), step.hf, step.specs, step.region, step.row)

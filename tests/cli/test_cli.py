@@ -65,6 +65,20 @@ def test_convert_audit_and_plan(run: Run, tmp_path: Path) -> None:
     assert len(rows) == len(tensors_of(hf))
 
 
+def test_families_and_a_padded_vocabulary(run: Run, tmp_path: Path) -> None:
+    said = run("families")
+    assert "glm_moe_dsa" in said.out
+    assert "GLM-5.2, GLM-5.1" in said.out
+    rows = {row["model_type"]: row for row in json.loads(run("families", "--format", "json").out)}
+    assert (rows["llama"]["directions"], rows["llama"]["loads"]) == ("both ways, audit", True)
+    assert run("families", "--format", "yaml").code == 2
+    hf = make_hf(tmp_path / "hf", config())
+    assert run("hf2mcore", hf, tmp_path / "mcore", "--pad-vocab", "1000", "-q").code == 0
+    assert run("audit", hf, tmp_path / "mcore", "-q").code == 0
+    assert run("mcore2hf", tmp_path / "mcore", tmp_path / "back", "-q").code == 0
+    assert run("audit", hf, tmp_path / "back", "-q").code == 0
+
+
 def test_audit_exit_codes(run: Run, tmp_path: Path) -> None:
     hf = make_hf(tmp_path / "hf", config())
     tensors = tensors_of(hf)

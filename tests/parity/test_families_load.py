@@ -163,6 +163,22 @@ def test_megatron_loads_a_family(megatron_cpu: None, tmp_path: Path, name: str) 
     assert tensors.keys() - used <= copies - {"model.embed_tokens.weight"}
 
 
+def test_megatron_loads_a_padded_vocabulary(megatron_cpu: None, tmp_path: Path) -> None:
+    config = configs.LLAMA | {"vocab_size": 100, "dtype": "float32"}
+    hf = make_hf(tmp_path / "hf", config)
+    hf2mcore(hf, tmp_path / "mcore", pad_vocab=64)
+    model = mcore.build(settings_of(config | {"vocab_size": 128}), seed=5)
+    mcore.load(model, tmp_path / "mcore")
+    tensors, live = floats(hf, config), mcore.module_tensors(model)
+    for key, name in (
+        ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        ("output_layer.weight", "lm_head.weight"),
+    ):
+        assert live[key][:100].numpy().tobytes() == tensors[name].numpy().tobytes()
+        assert live[key].shape[0] == 128
+        assert not live[key][100:].any()
+
+
 def gated(part: Any, other: int) -> Any:
     """Queries (0) or gates (1) of all heads, of q_proj rows that hold both of each head in turn."""
     return part.unflatten(0, (4, 2, -1))[:, other].flatten(0, 1)

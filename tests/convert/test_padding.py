@@ -1,0 +1,65 @@
+"""Rows beyond the vocabulary: zeros in, cut out again, and never cut if they hold numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpconv.convert import hf2mcore, mcore2hf
+from mtpconv.convert.hf_to_mcore import plan_hf2mcore
+from mtpconv.errors import RefusedError
+from mtpconv.store.content import blocks
+from mtpconv.store.torch_dist import open_torch_dist
+from tests.convert.folders import file_hashes, make_hf, tensors_of
+from tests.mapping.toy import config
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def padded(tmp_path: Path, multiple: int, **changes: Any) -> tuple[Path, Path]:
+    hf = make_hf(tmp_path / "hf", config(**changes))
+    hf2mcore(hf, tmp_path / "mcore", pad_vocab=multiple)
+    return hf, tmp_path / "mcore"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_zero_rows_come_and_go(tmp_path: Path, tied: bool) -> None:
+    hf, mcore = padded(tmp_path, 48, vocab_size=70, tie_word_embeddings=tied)
+    stored = open_torch_dist(mcore)
+    names = {EMBEDDING: "model.embed_tokens.weight"} | ({} if tied else {HEAD: "lm_head.weight"})
+    for key, name in names.items():
+        spec, raw = tensors_of(hf)[name]
+        assert stored.tensors[key].shape == (96, *spec.shape[1:])
+        padding = bytes(stored.tensors[key].nbytes - spec.nbytes)
+        assert b"".join(map(bytes, blocks(stored, key))) == raw + padding
+    assert (HEAD in stored.tensors) is not tied
+    args = stored.common["args"]
+    assert (args["vocab_size"], args["padded_vocab_size"]) == (70, 96)
+    assert args["make_vocab_size_divisible_by"] == 32
+    mcore2hf(mcore, tmp_path / "back")
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
+
+
+def test_a_vocabulary_that_fits_is_left_alone(tmp_path: Path) -> None:
+    _, mcore = padded(tmp_path, 32, vocab_size=64)
+    assert open_torch_dist(mcore).tensors[EMBEDDING].shape[0] == 64
+
+
+def test_disk_is_reserved_for_padding(tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", config(vocab_size=64))
+    plain, grown = plan_hf2mcore(hf).disk, plan_hf2mcore(hf, pad_vocab=1000).disk
+    row = tensors_of(hf)["lm_head.weight"][0].nbytes // 64
+    assert grown - plain == 2 * (1000 - 64) * row
+
+
+def test_rows_that_hold_numbers_are_not_cut(tmp_path: Path) -> None:
+    _, mcore = padded(tmp_path, 48, vocab_size=70)
+    stored = open_torch_dist(mcore)
+    (chunk,) = stored.chunks(HEAD)
+    data = bytearray(chunk.file.read_bytes())
+    data[chunk.start + stored.tensors[HEAD].nbytes - 1] = 0x3F
+    chunk.file.write_bytes(data)
+    with pytest.raises(RefusedError, match=r"lm_head\.weight: 26 rows beyond .* are not zero"):
+        mcore2hf(mcore, tmp_path / "back")
