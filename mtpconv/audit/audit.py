@@ -10,7 +10,12 @@ from mtpconv.audit.compare import Outcome, Progress, read_stats
 from mtpconv.audit.config_rules import compare_configs
 from mtpconv.audit.content import content_findings, depth_status, twin_findings
 from mtpconv.audit.excuses import find_excuses
-from mtpconv.audit.files import file_findings, record_findings, reference_findings
+from mtpconv.audit.files import (
+    file_findings,
+    padding_findings,
+    record_findings,
+    reference_findings,
+)
 from mtpconv.audit.finding import Compared, Finding, Report, Tier
 from mtpconv.audit.hints import find_hints
 from mtpconv.audit.mtp import compare_promises, pair_status, promise_findings, single_status
@@ -75,6 +80,8 @@ def _audit_pair(
     else:
         hints = find_hints(found, before, after, regions) if options.read_bytes else {}
         findings += difference_findings(found, before, after, regions, excused, hints)
+    if options.read_bytes:
+        findings += [f for side in (before, after) for f in padding_findings(side)]
     failures = list(failure_findings(found.failures, before, after))
     findings += [f for side, f in failures if side == "after"]
     findings += _config_findings(before, after, found, options)
@@ -127,6 +134,7 @@ def _audit_single(
         records = list(record_findings(after))
         findings += records
         if not records:
+            findings += padding_findings(after)
             nbytes, failures, content = _look_at_values(after, regions, progress)
             findings += failures
     content += stale_findings(after, base, regions)

@@ -27,6 +27,19 @@ def record_findings(subject: Subject) -> Iterator[Finding]:
         yield _finding(subject, problem, "error", "")
 
 
+def padding_findings(subject: Subject) -> Iterator[Finding]:
+    """Rows beyond the vocabulary that are not zero: they were trained, and an export cuts them."""
+    for name, rows in subject.trained_padding():
+        shape = list(subject.tensors[name].shape)
+        yield finding(
+            "shape_mismatch", "error",
+            f"{subject.path}: {rows} rows beyond the config's vocabulary are not zero; they were "
+            "trained, and an export would cut them",
+            tensor=name, before=shape, after=[shape[0] + rows, *shape[1:]],
+            region=subject.naming.region(name),
+        )  # fmt: skip
+
+
 def reference_findings(subject: Subject) -> Iterator[Finding]:
     """Problems of the reference: errors only where it no longer says what is right."""
     for problem in subject.problems:

@@ -126,6 +126,14 @@ class Subject:
         known = {p.file for p in self.problems}
         return [p for p in content.check_records() if p.file not in known]
 
+    def trained_padding(self) -> Sequence[tuple[str, int]]:
+        """HF names whose Megatron tensor has non-zero rows beyond the vocabulary, and how many.
+
+        No HF tensor shows these rows, so comparing tensors cannot find them. Takes a read of them.
+        """
+        content = self.content.view if isinstance(self.content, Undone) else self.content
+        return list(content.nonzero_padding()) if isinstance(content, HfView) else ()
+
     def side(self) -> Side:
         """What the report says about this side."""
         total = sum(spec.nbytes for spec in self.tensors.values())

@@ -47,6 +47,14 @@ def agreed_plan(
         inventory = {n: s for n, s in inventory.items() if n not in set(dropped)}
     else:
         require_mtp(plan, inventory, where)
+    if table.discards and not drop_mtp:
+        known = droppable(config, table, inventory.keys(), where)
+        hidden = [n for n in known - plan.hf.keys() if is_left_out(table, n)]
+        if hidden:
+            raise RefusedError(
+                f"{where}: {table.path.name} discards MTP: {compress(sorted(hidden), 3)}; "
+                "correct the discard, MTP is left out by --drop-mtp alone"
+            )
     unmapped = [n for n in inventory if n not in plan.hf and not is_left_out(table, n)]
     if unmapped:
         hint = "nothing is converted, so that nothing is lost"

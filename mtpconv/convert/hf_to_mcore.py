@@ -28,12 +28,13 @@ from mtpconv.convert.record_files import RecordFiles
 from mtpconv.convert.snapshot import Snapshot, files_of
 from mtpconv.convert.verify import verify_digests
 from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
-from mtpconv.mapping.check import is_carried
+from mtpconv.mapping.check import discard_reason, is_carried
 from mtpconv.mapping.layouts import Layout, layout_of, training_layout
 from mtpconv.mapping.plan import CopyStep, Plan, padded_plan
 from mtpconv.mapping.table import Table, find_table, read_table
 from mtpconv.megatron_args import megatron_args
 from mtpconv.progress import Progress
+from mtpconv.ranges import compress
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Files, blocks
 from mtpconv.store.crew import Crew
@@ -96,6 +97,17 @@ class HfToMcore:
         return sum(self.content.tensors[n].nbytes for n in self.names) - copies
 
     @property
+    def discarded(self) -> dict[str, str]:
+        """Names that the table leaves out on purpose, each with its reason."""
+        found = {}
+        for name in self.hf.tensors:
+            if name not in self.plan.hf and name not in self.dropped:
+                reason = discard_reason(self.plan.table, name)
+                if reason is not None:
+                    found[name] = reason
+        return found
+
+    @property
     def kept(self) -> dict[str, TensorSpec]:
         """FP8 codes and scales, which travel beside."""
         gone = set(self.dropped)
@@ -105,7 +117,7 @@ class HfToMcore:
     @property
     def stored(self) -> dict[str, TensorSpec]:
         """The HF tensors that hf_source describes."""
-        gone = {*self.dropped, *(n + SCALE for n in self.dropped)}
+        gone = {*self.dropped, *(n + SCALE for n in self.dropped), *self.discarded}
         left = {n: s for n, s in self.hf.tensors.items() if n not in gone}
         return bf16_inventory(left, fp8_weights(self.content)) if self.fp8 == "bf16" else left
 
@@ -118,6 +130,12 @@ class HfToMcore:
         copies = sum(self.content.tensors[c.hf].nbytes for c in self.plan.copies)
         if self.fp8 == "keep":
             carried += sum(spec.nbytes for spec in self.kept.values())
+        padding = sum(
+            self.content.tensors[s.hf[0]].nbytes * s.shape[0] // max(s.specs[0].shape[0], 1)
+            - self.content.tensors[s.hf[0]].nbytes
+            for s in self.plan.steps
+            if s.op.name == "pad_rows"
+        )
         records = 2 * len(self.plan.steps)  # tensors, and an _extra_state for most of them
         return self.nbytes + carried + copies + padding + RECORD_OVERHEAD * records + (1 << 20)
 
@@ -130,16 +148,11 @@ class HfToMcore:
 def plan_hf2mcore(
     source: Path,
     *,
-        padding = sum(
-            self.content.tensors[s.hf[0]].nbytes * s.shape[0] // max(s.specs[0].shape[0], 1)
-            - self.content.tensors[s.hf[0]].nbytes
-            for s in self.plan.steps
-            if s.op.name == "pad_rows"
-        )
     mapping: Path | None = None,
     layout: str | None = None,
     drop_mtp: bool = False,
     fp8: str = "keep",
+    pad_vocab: int = 1,
 ) -> HfToMcore:
     """Open and check an HF folder; everything that can be refused is refused here.
 
@@ -152,7 +165,6 @@ def plan_hf2mcore(
         raise UnreadableError(f"{source}: has no config.json; it says what the model is")
     table = table_for(hf.config, mapping)
     if not table.converts:
-    pad_vocab: int = 1,
         raise UnsupportedError(
             f"{source}: {table.model_type} is not converted: Megatron-Core lacks "
             f"{table.needs or 'parts of it'}; inventory and audit work"
@@ -189,6 +201,11 @@ def plan_hf2mcore(
     )
 
 
+def _rows(plan: Plan) -> int | None:
+    """Rows of embedding and LM head, None if no table row may be padded."""
+    return next((s.shape[0] for s in plan.steps if s.op.name == "pad_rows"), None)
+
+
 def table_for(config: Mapping[str, object], mapping: Path | None) -> Table:
     """The table that the user named, else the shipped one of the config's model_type."""
     return read_table(mapping) if mapping is not None else find_table(str(config.get("model_type")))
@@ -201,11 +218,6 @@ def layout_for(plan: Plan, named: str | None) -> Layout:
     short = {"training": training, "local": [*training, *local], "canonical": []}
     return layout_of(
         n for word in (named or "training").split(",") for n in short.get(word, [word])
-def _rows(plan: Plan) -> int | None:
-    """Rows of embedding and LM head, None if no table row may be padded."""
-    return next((s.shape[0] for s in plan.steps if s.op.name == "pad_rows"), None)
-
-
     )
 
 
@@ -218,6 +230,7 @@ def hf2mcore(
     iteration: int | None = None,
     drop_mtp: bool = False,
     fp8: str = "keep",
+    pad_vocab: int = 1,
     overwrite: bool = False,
     verify: bool = True,
     dry_run: bool = False,
@@ -230,11 +243,11 @@ def hf2mcore(
 
     With several `ranks` all call this with the same arguments; each does its share.
 
-    pad_vocab: int = 1,
     Law: every HF tensor is in exactly one Megatron tensor, carried beside, or (only with
     `drop_mtp`) named as dropped; the bytes read back are those that were read. The bytes
     written do not depend on `jobs`. Block FP8 becomes BF16; `fp8` says whether codes and scales
     travel beside (`keep`) or not (`requantise`: an export makes new ones, `bf16`: it writes BF16).
+    Embedding and LM head get rows of zeros up to a multiple of `pad_vocab`, which exports cut.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError, WriteError.
     """
@@ -249,7 +262,6 @@ def hf2mcore(
         check_space(target, work.disk)
         return _outcome(work, source, target, dry_run=True)
     with (
-    Embedding and LM head get rows of zeros up to a multiple of `pad_vocab`, which exports cut.
         Output(
             target, source, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
         ) as out,
@@ -324,8 +336,8 @@ def _write_saved(
     write_source(hf, saved, manifest, shards)
     if config is not None:
         write_bytes(saved / "files" / "config.json", config_bytes(config))
-        if hf.index_name is not None:
-            write_bytes(saved / "files" / hf.index_name, index_bytes(shards))
+    if hf.index_name is not None and dict(shards) != dict(hf.shards):
+        write_bytes(saved / "files" / hf.index_name, index_bytes(shards))
     if beside:
         folder = carried_folder(saved)
         folder.mkdir()
@@ -371,6 +383,10 @@ def _outcome(
     notes = [f"Megatron cannot be told: {gap}" for gap in work.gaps]
     if work.plan.table.needs:
         notes.append(f"to load it, Megatron-Core needs {work.plan.table.needs}")
+    discarded = work.discarded
+    for reason in dict.fromkeys(discarded.values()):
+        names = [n for n, why in discarded.items() if why == reason]
+        notes.append(f"{len(names)} tensors discarded ({reason}): {compress(names, 3)}")
     if work.dropped:
         notes.append(f"{len(work.dropped)} MTP tensors dropped as asked; the config now says 0")
     homeless = sum(n not in work.plan.arithmetic for n in carried)

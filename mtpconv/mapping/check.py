@@ -181,7 +181,14 @@ def layer_of(name: str) -> int | None:
 
 def is_left_out(table: Table, name: str) -> bool:
     """True for names that a table carries beside or discards with a reason."""
-    return is_carried(table, name) or any(_glob(d.hf, name) for d in table.discards)
+    return is_carried(table, name) or discard_reason(table, name) is not None
+
+
+def discard_reason(table: Table, name: str) -> str | None:
+    """Why a table leaves a name out on purpose, None if it does not."""
+    if is_carried(table, name):
+        return None
+    return next((d.reason for d in table.discards if _glob(d.hf, name)), None)
 
 
 def is_carried(table: Table, name: str) -> bool:

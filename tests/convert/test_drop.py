@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mtpconv.audit.audit import audit
+from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.errors import RefusedError
+from mtpconv.mapping.table import find_table
 from mtpconv.store.content import blocks
 from mtpconv.store.dist_metadata_writer import write_metadata
 from mtpconv.store.torch_dist import open_torch_dist
@@ -39,10 +41,10 @@ def rewritten(folder: Path, changes: Tensors) -> None:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+def pair(tmp_path: Path) -> tuple[Path, Path]:
     hf = make_hf(tmp_path / "hf", config("deepseek_v3"))
     hf2mcore(hf, tmp_path / "mcore", layout="canonical")
-    yield hf, tmp_path / "mcore"
+    return hf, tmp_path / "mcore"
 
 
 def test_export_still_refuses_what_is_no_mtp(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -56,7 +58,7 @@ def test_export_still_refuses_what_is_no_mtp(pair: tuple[Path, Path], tmp_path: 
 
 
 def test_export_still_refuses_trained_padding_rows(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    _, mcore = pair
+    hf, mcore = pair
     key = "embedding.word_embeddings.weight"
     stored = open_torch_dist(mcore)
     rows, width = stored.tensors[key].shape
@@ -65,6 +67,14 @@ def test_export_still_refuses_trained_padding_rows(pair: tuple[Path, Path], tmp_
     for drop in (False, True):
         with pytest.raises(RefusedError, match="4 rows beyond the config's vocabulary"):
             mcore2hf(mcore, tmp_path / "back", drop_mtp=drop)
+    for pair_of in ((hf, mcore), (mcore, hf), (None, mcore)):
+        sides = open_sides(*pair_of)
+        report = audit(sides.before, sides.after)
+        assert report.verdict == "fail"
+        wrong = [f for f in report.findings if f.severity == "error"]
+        assert [(f.kind, f.tensor) for f in wrong] == [
+            ("shape_mismatch", "model.embed_tokens.weight")
+        ]
 
 
 def test_export_still_refuses_another_dtype(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -117,7 +127,37 @@ def test_a_second_depth_that_is_not_promised_is_mtp_too(tmp_path: Path) -> None:
     two = config(num_nextn_predict_layers=2)
     tensors = tensors_of(make_hf(tmp_path / "plain", two))
     hf = write_hf(tmp_path / "hf", tensors, config(num_nextn_predict_layers=1))
-    with pytest.raises(RefusedError, match="M05 .*--drop-mtp"):
+    with pytest.raises(RefusedError, match=r"M05 .*--drop-mtp"):
         hf2mcore(hf, tmp_path / "mcore")
     hf2mcore(hf, tmp_path / "mcore", drop_mtp=True)
     assert not [k for k in open_torch_dist(tmp_path / "mcore").tensors if k.startswith("mtp")]
+
+
+def own_table(tmp_path: Path, discard: str) -> Path:
+    """The shipped table with one discard of the user's."""
+    path = tmp_path / "own.toml"
+    text = find_table("deepseek_v3").path.read_text()
+    rule = f'discards = [{{ hf = "{discard}", reason = "not a weight" }}]\n'
+    path.write_text(text.replace("groups.decoder", f"{rule}\ngroups.decoder", 1))
+    return path
+
+
+def test_a_discard_is_said_and_the_rest_comes_back(tmp_path: Path) -> None:
+    full = config("deepseek_v3")
+    tensors = tensors_of(make_hf(tmp_path / "plain", full))
+    junk = {"model.layers.0.rotary.inv_freq": (TensorSpec("F32", (2,)), b"12345678")}
+    where = {n: f"part-{len(n) % 2}.safetensors" for n in (*tensors, *junk)}
+    hf = write_hf(tmp_path / "hf", {**tensors, **junk}, full, shard_of=where)
+    table = own_table(tmp_path, "*.inv_freq")
+    done = hf2mcore(hf, tmp_path / "mcore", mapping=table)
+    assert any("1 tensors discarded (not a weight): model.layers.0.rotary" in n for n in done.notes)
+    mcore2hf(tmp_path / "mcore", tmp_path / "back", mapping=table)
+    assert tensors_of(tmp_path / "back") == tensors
+
+
+def test_a_discard_cannot_hide_mtp(tmp_path: Path) -> None:
+    full = config("deepseek_v3")
+    tensors = tensors_of(make_hf(tmp_path / "plain", full))
+    hf = write_hf(tmp_path / "hf", tensors, {**full, "num_nextn_predict_layers": 0})
+    with pytest.raises(RefusedError, match=r"own\.toml discards MTP"):
+        hf2mcore(hf, tmp_path / "mcore", mapping=own_table(tmp_path, "*"))
