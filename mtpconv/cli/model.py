@@ -61,6 +61,7 @@ def run_args(model: Path, *, form: str, mapping: Path | None) -> None:
     args = megatron_args(load_plan(model, mapping).geometry, gaps=gaps)
     for gap in gaps:
         typer.echo(f"mtpconv: Megatron cannot be told: {gap}", err=True)
+    code = 3 if gaps else 0  # what is printed is not the whole model
     if form == "flags":
         words = shell_flags(args)
         lines: list[str] = []
@@ -77,6 +78,7 @@ def run_args(model: Path, *, form: str, mapping: Path | None) -> None:
             typer.echo(f"args.{name} = {value!r}")
     else:
         raise UsageError(f"--format {form}: must be flags, yaml or namespace")
+    raise typer.Exit(code)
 
 
 def run_acceptance(checkpoint: Path, *, form: str, quiet: bool, **options: Any) -> None:

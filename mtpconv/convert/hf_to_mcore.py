@@ -27,9 +27,9 @@ from mtpconv.convert.ranks import Ranks
 from mtpconv.convert.record_files import RecordFiles
 from mtpconv.convert.snapshot import Snapshot, files_of
 from mtpconv.convert.verify import verify_digests
-from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
+from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError, UsageError
 from mtpconv.mapping.check import discard_reason, is_carried
-from mtpconv.mapping.layouts import Layout, layout_of, training_layout
+from mtpconv.mapping.layouts import Layout, first_hole, layout_of, training_layout
 from mtpconv.mapping.plan import CopyStep, Plan, padded_plan
 from mtpconv.mapping.table import Table, find_table, read_table
 from mtpconv.megatron_args import megatron_args
@@ -216,9 +216,22 @@ def layout_for(plan: Plan, named: str | None) -> Layout:
     training = [d.name for d in training_layout(plan).dialects]
     local = [plan.table.local_spec] if plan.table.local_spec else []
     short = {"training": training, "local": [*training, *local], "canonical": []}
-    return layout_of(
+    layout = layout_of(
         n for word in (named or "training").split(",") for n in short.get(word, [word])
     )
+    for dialect in layout.dialects:
+        if dialect.name.startswith("local_spec") and dialect.name not in local:
+            raise UsageError(
+                f"--layout {named}: {dialect.name} is not how {plan.table.model_type} is spelled; "
+                f"its local spec is {', '.join(local) or 'not known'}"
+            )
+    hole = first_hole(plan, layout)
+    if hole is not None:
+        raise UsageError(
+            f"--layout {named}: {hole} would have holes, as not all layers are alike; "
+            "leave stacked_layers out"
+        )
+    return layout
 
 
 def hf2mcore(

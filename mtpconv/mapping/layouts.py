@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 from mtpconv.errors import UsageError
 from mtpconv.geometry import Geometry
@@ -168,3 +169,11 @@ def _changes(name: str, key: str, geometry: Geometry) -> bool:
 def addresses(plan: Plan, layout: Layout) -> Sequence[Address]:
     """Address of every step, in order."""
     return [layout.address(s.key, plan.geometry) for s in plan.steps]
+
+
+def first_hole(plan: Plan, layout: Layout) -> str | None:
+    """The first stacked tensor that the plan does not fill, None if all are whole."""
+    filled: dict[tuple[str, Shape], int] = {}
+    for spot in addresses(plan, layout):
+        filled[spot.key, spot.lead] = filled.get((spot.key, spot.lead), 0) + 1
+    return next((key for (key, lead), n in filled.items() if n != prod(lead)), None)

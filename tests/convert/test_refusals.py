@@ -278,3 +278,17 @@ def test_verification_catches_a_bit_flipped_between_read_and_write(
     with pytest.raises(RefusedError, match=r"verification: 1 tensors.*model\.layers\.3\.eh_proj"):
         hf2mcore(hf, tmp_path / "target")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "match"),
+    [
+        ("stacked_layers", "would have holes, as not all layers are alike"),
+        ("stacked_layers,stacked_experts", "would have holes"),
+        ("local_spec_gqa", "its local spec is local_spec_mla"),
+        ("sideways", "unknown"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model(tmp_path: Path, layout: str, match: str) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    refused(hf, tmp_path, UsageError, match, layout=layout)
