@@ -86,7 +86,7 @@ class Layout:
 #: Order matters: a layer axis comes before an expert axis. All of `mappings/layouts`.
 DIALECTS = (
     "stacked_layers", "stacked_experts", "local_spec_mla", "local_spec_gqa", "local_modules_gqa",
-    "mtp_model_layer", "mamba_conv1d_module", "language_model",
+    "mtp_model_layer", "language_model",
 )  # fmt: skip
 
 

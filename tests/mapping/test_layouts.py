@@ -19,15 +19,12 @@ from mtpconv.mapping.layouts import (
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table import find_table, mappings_folder
 from tests.mapping.toy import config, configs
-from tests.parity.configs import NEMOTRON_H
 
 COMBINATIONS = [
     names
     for size in range(len(DIALECTS) + 1)
-    # local_spec_gqa respells nothing that this family keeps apart; it has no Mamba.
-    for names in itertools.combinations(
-        [d for d in DIALECTS if d not in ("local_spec_gqa", "mamba_conv1d_module")], size
-    )
+    # local_spec_gqa respells nothing that this family keeps apart.
+    for names in itertools.combinations([d for d in DIALECTS if d != "local_spec_gqa"], size)
 ]
 
 
@@ -80,14 +77,6 @@ def test_stacked_layers_and_experts_become_two_leading_axes() -> None:
 def test_an_unknown_layout_names_the_known_ones() -> None:
     with pytest.raises(UsageError, match="stacked_experts"):
         layout_of(["sideways"])
-
-
-def test_mamba_s_convolution_is_recognised_as_a_module() -> None:
-    plan = make_plan(NEMOTRON_H | {"num_nextn_predict_layers": 0}, find_table("nemotron_h"))
-    for names in ((), ("mamba_conv1d_module",), ("mamba_conv1d_module", "language_model")):
-        spots = addresses(plan, layout_of(names))
-        found = detect_layout(plan, {a.key for a in spots})
-        assert {d.name for d in found.dialects} == set(names)
 
 
 def test_a_vision_language_model_keeps_its_decoder_under_language_model() -> None:
