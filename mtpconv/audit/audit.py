@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from mtpconv.audit.base import changed_regions, stale_findings
+from mtpconv.audit.base import changed_regions, is_compared, stale_findings
 from mtpconv.audit.codes import checked_kinds, finding
 from mtpconv.audit.compare import Outcome, Progress, read_stats
 from mtpconv.audit.config_rules import compare_configs
@@ -88,7 +88,7 @@ def _audit_pair(
     content += content_findings(found.outcomes, regions, is_pair=True)
     if after.has_bytes and options.expect == "bytes":
         content += twin_findings(after, regions, found.changed)
-    content += stale_findings(after, base, regions)
+    content += stale_findings(after, base, regions, options)
     findings += content
     findings += _own_faults(before, after, regions, findings)
     findings += _profile(after, regions, found.missing, options)
@@ -137,7 +137,7 @@ def _audit_single(
             findings += padding_findings(after)
             nbytes, failures, content = _look_at_values(after, regions, progress)
             findings += failures
-    content += stale_findings(after, base, regions)
+    content += stale_findings(after, base, regions, options)
     findings += content
     findings += _profile(after, regions, missing, options)
     status = single_status(after, regions, missing, depth_status(content))
@@ -263,7 +263,7 @@ def _checked(
         compares_bytes=compares,
         reads_values=options.read_bytes and after.has_bytes,
         has_table=after.expected is not None,
-        has_base=base is not None,
+        has_base=is_compared(base, after, options),
         has_waivers=bool(options.waivers),
         profile=options.profile,
     )

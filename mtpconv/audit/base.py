@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from mtpconv.audit.codes import finding
 from mtpconv.audit.compare import SideError, same_bytes
 from mtpconv.audit.finding import Finding
+from mtpconv.audit.options import Options
 from mtpconv.audit.pair import Differences
 from mtpconv.audit.subject import Subject
 from mtpconv.store.content import Files
@@ -44,11 +45,23 @@ def changed_regions(
     return notes, findings
 
 
+def is_compared(base: Subject | None, after: Subject, options: Options) -> bool:
+    """Whether the bytes of the base can be looked at."""
+    return base is not None and options.read_bytes and not (base.afar or after.afar)
+
+
 def stale_findings(
-    after: Subject, base: Subject | None, regions: Mapping[str, Region]
+    after: Subject, base: Subject | None, regions: Mapping[str, Region], options: Options
 ) -> Iterator[Finding]:
     """MTP depths whose every tensor still equals the base while the trunk moved on."""
     if base is None:
+        return
+    if not is_compared(base, after, options):
+        why = "only headers were asked for" if not options.read_bytes else "it is not on this disk"
+        yield finding(
+            "not_read", "warning",
+            f"base {base.path}: was not compared, {why}; whether MTP is stale was not checked",
+        )  # fmt: skip
         return
     shared = [n for n in sorted(after.tensors) if base.tensors.get(n) == after.tensors[n]]
     by_kind: dict[Region, list[str]] = {}

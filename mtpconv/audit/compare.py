@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.words import Stats, as_words
-from mtpconv.errors import MtpconvError
+from mtpconv.errors import MtpconvError, UnreadableError
 from mtpconv.store.content import BLOCK, Files, blocks
 from mtpconv.store.hf import HfCheckpoint
 
@@ -117,6 +117,8 @@ def side_blocks(
     subject: Subject, name: str, files: Files, side: str, size: int = BLOCK
 ) -> Iterator[memoryview]:
     """The bytes of a tensor. Raises: SideError if they cannot be read."""
+    if subject.afar:  # the local file is sparse: its zeros must not pass for weights
+        raise SideError(side, UnreadableError(f"{subject.path}: only headers were fetched"))
     try:
         yield from blocks(subject.content, name, files, size)
     except MtpconvError as error:

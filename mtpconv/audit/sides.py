@@ -55,8 +55,8 @@ class Sides:
     base: Subject | None = None
 
 
-def open_any(path: Path) -> Opened:
-    """A checkpoint or manifest, by what it is.
+def open_any(path: Path, *, headers_only: bool = False) -> Opened:
+    """A checkpoint or manifest, by what it is; `headers_only` reads no tensor bytes.
 
     Raises: UnreadableError if it is neither.
     """
@@ -65,7 +65,7 @@ def open_any(path: Path) -> Opened:
     # A folder with shards is HF whatever else it holds; Megatron's never have any.
     if next(path.glob("*.safetensors*"), None) is None and is_torch_dist(path):
         return open_megatron(path)
-    return open_hf(path)
+    return open_hf(path, compare_duplicates=not headers_only)
 
 
 def open_sides(
@@ -74,15 +74,17 @@ def open_sides(
     *,
     base: Path | None = None,
     mapping: Path | None = None,
+    headers_only: bool = False,
 ) -> Sides:
-    """Open what the command line names.
+    """Open what the command line names; `headers_only` reads no tensor bytes.
 
     Raises: UnreadableError, UsageError; UnsupportedError if two formats meet and no table
     translates between them.
     """
-    right = open_any(after)
-    left = open_any(before) if before is not None else None
-    origin = open_any(base) if base is not None else None
+    right = open_any(after, headers_only=headers_only)
+    left = open_any(before, headers_only=headers_only) if before is not None else None
+    # What is wrong with the base itself is nobody's question.
+    origin = open_any(base, headers_only=True) if base is not None else None
     formats = {_names_of(o) for o in (left, right, origin) if o is not None}
     if left is None and len(formats) == 1:
         return Sides(None, _alone(right, mapping), _plain(origin))

@@ -62,6 +62,8 @@ class Subject:
     by_value: frozenset[str] = frozenset()
     #: file of each tensor, where one file holds it whole
     where: Mapping[str, str] = field(default_factory=dict)
+    #: only headers were fetched from elsewhere: there are no tensor bytes to read
+    afar: bool = False
     #: what the report must say about how this side was read
     notes: tuple[str, ...] = ()
 

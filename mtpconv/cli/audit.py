@@ -53,11 +53,11 @@ def run_audit(
         raise UsageError("--attest needs --manifest: the statement names the manifest it is about")
     chosen = make_options(**options)
     with ExitStack() as stack:
-        sides = _open(stack, before, after, base, mapping)
-        afar = [t for t in (before, after, base) if t is not None and is_remote(t)]
+        afar = [t for t in (before, after) if t is not None and is_remote(t)]
         if afar and chosen.read_bytes:
             chosen = replace(chosen, read_bytes=False)
             typer.echo(f"mtpconv: of {afar[0]} only headers are read: tier L0", err=True)
+        sides = _open(stack, before, after, base, mapping, headers_only=not chosen.read_bytes)
         done = run_with_progress(sides, chosen, make_progress(quiet))
         if manifest is not None:
             _require_its_manifest(manifest, Path(after), chosen)
@@ -76,7 +76,7 @@ def _require_its_manifest(manifest: Path, after: Path, options: Options) -> None
     """A statement may name only a manifest that is really that of the audited checkpoint."""
     if manifest.resolve() == after.resolve():
         return
-    sides = open_sides(manifest, after)
+    sides = open_sides(manifest, after, headers_only=not options.read_bytes)
     same = Options(read_bytes=options.read_bytes, allow=frozenset({"config"}))
     found = audit(sides.before, sides.after, same)
     if found.verdict != "pass":
@@ -88,7 +88,13 @@ def _require_its_manifest(manifest: Path, after: Path, options: Options) -> None
 
 
 def _open(
-    stack: ExitStack, before: str | None, after: str, base: str | None, mapping: Path | None
+    stack: ExitStack,
+    before: str | None,
+    after: str,
+    base: str | None,
+    mapping: Path | None,
+    *,
+    headers_only: bool,
 ) -> Sides:
     """The sides; of a URL a mirror of its headers, under the name that the user gave."""
 
@@ -101,11 +107,13 @@ def _open(
     def named(subject: Subject | None, text: str | None) -> Subject | None:
         if subject is None or text is None or not is_remote(text):
             return subject
-        return replace(subject, path=text)
+        return replace(subject, path=text, afar=True)
 
     paths = [local(text) for text in (before, after, base)]
     assert paths[1] is not None
-    sides = open_sides(paths[0], paths[1], base=paths[2], mapping=mapping)
+    sides = open_sides(
+        paths[0], paths[1], base=paths[2], mapping=mapping, headers_only=headers_only
+    )
     return Sides(
         named(sides.before, before),
         named(sides.after, after) or sides.after,

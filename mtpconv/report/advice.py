@@ -41,7 +41,7 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "engine_note": "nothing must be done",
     "nothing_compared": "name two checkpoints of one model",
     "tier_not_reached": "give the checkpoint instead of its manifest, and leave --sample out",
-    "not_read": "read everything before a release: leave --sample out",
+    "not_read": "read everything before a release: from this disk, without --sample",
     "completeness_not_checked": "compare with the original, or pass a table with --mapping",
     "waiver_unused": "delete the waiver",
     "waiver_expired": "fix the fault, or decide again and set a new date",

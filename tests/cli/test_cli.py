@@ -249,3 +249,23 @@ def test_an_attestation_names_only_the_checkpoints_own_manifest(run: Run, tmp_pa
     assert not out.exists()
     assert run(*words, hf.with_suffix(".json")).code == 0
     assert json.loads(out.read_text())["predicate"]["result"] == "PASSED"
+
+
+def test_a_base_far_away_is_said_not_to_be_checked(run: Run, tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    hf = make_hf(tmp_path / "hf", config(), shards=3)
+    memory = fsspec.filesystem("memory")
+    for path in hf.iterdir():
+        memory.pipe(f"/hub/base/{path.name}", path.read_bytes())
+    lone = {n: t for n, t in tensors_of(hf).items() if n == "lm_head.weight"}
+    write_hf(tmp_path / "lone", lone, {})
+    twice = (tmp_path / "lone" / "model.safetensors").read_bytes()
+    memory.pipe("/hub/base/zz.safetensors", twice)
+    local = json.loads(run("audit", hf, hf, "--base", "memory://hub/base", "--format=json").out)
+    assert (local["verdict"], local["tier"]) == ("pass", "L2")
+    afar = json.loads(run("audit", "memory://hub/base", "--base", hf, "--format", "json").out)
+    for report in (local, afar):
+        assert "stale_mtp" not in report["checked"]
+        assert any("stale was not checked" in f["message"] for f in report["findings"])
+    assert any("the bytes were not compared" in f["message"] for f in afar["findings"])
+    assert not any("the same bytes" in f["message"] for f in afar["findings"])
