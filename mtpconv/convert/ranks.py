@@ -76,8 +76,10 @@ class Ranks:
         end = time.monotonic() + self._patience
         while not (self._all_here() if self.is_first else self._is_expected(nonce)):
             if time.monotonic() > end:
-                beats = {r: self._read(f"beat.{r}") for r in range(self.size)}
-                absent = [r for r, b in beats.items() if b.get("launch") != self._launch] or [0]
+                absent = [0]  # who has not answered
+                if self.is_first:
+                    beats = {r: self._read(f"beat.{r}") for r in range(self.size)}
+                    absent = [r for r, b in beats.items() if b.get("launch") != self._launch]
                 raise WriteError(
                     f"rank {', '.join(map(str, absent))} of {self.size} did not come within "
                     f"{self._patience:.0f} s; nothing was written"

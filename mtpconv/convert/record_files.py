@@ -42,12 +42,12 @@ class RecordFiles:
     """Writes the records of a plan; `source` stands for the state of the source."""
 
     def __init__(
-        self, hf: HfTensors, plan: Plan, layout: Layout, source: str, limit: int = FILE_LIMIT
+        self, hf: HfTensors, plan: Plan, layout: Layout, source: str, limit: int | None = None
     ) -> None:
         self._plan = plan
         self._recorder = Recorder(hf, plan, layout)
         self._source = f"{source} {layout.name}"
-        self._limit = limit
+        self._limit = limit or FILE_LIMIT
 
     def write(self, folder: Path, out: Output, crew: Crew, progress: Progress) -> dict[str, str]:
         """Write this rank's records, and as the first one `.metadata` for those of all.
@@ -168,11 +168,13 @@ class _File:
             records = self._recorder.records(self._steps)
             each = (Placed(r, writer.reserve(r.key, r.spec, r.box)) for r in records)
             try:
-                if all(crew.map(_batch_is_whole, together(each))):
-                    return writer.close()
-            except UnreadableError:
-                pass  # too short
-        return None
+                if not all(crew.map(_batch_is_whole, together(each))):
+                    return None
+            except UnreadableError:  # too short
+                return None
+            size = path.stat().st_size
+            written = writer.close()
+            return written if size == written[-1].offset + written[-1].length else None
 
 
 def _batch_is_whole(batch: Sequence[Placed], files: Files) -> bool:
