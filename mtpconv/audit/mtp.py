@@ -136,7 +136,8 @@ def compare_promises(
     """
     old, new = read_promise(before.config), read_promise(after.config)
     lost = any(before.naming.region(n).kind == "mtp" for n in missing)
-    if (old.depths or 0) != (new.depths or 0) and not old.by_family:
+    kept = old.by_family or (old.never_shipped and not new.depths)
+    if (old.depths or 0) != (new.depths or 0) and not kept:
         a, b = (p.fields[0] if p.fields else ("mtp_num_layers", None) for p in (old, new))
         yield finding(
             "config_mismatch", "warning" if lost else "error",

@@ -211,7 +211,8 @@ def _args(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     args = checkpoint.common.get("args")
     if not isinstance(args, Mapping) or "mtp_num_layers" not in args:
         return None
-    return {key: args[key] for key in ("num_layers", "mtp_num_layers") if key in args}
+    said = ("num_layers", "mtp_num_layers", "mtp_use_repeated_layer")
+    return {key: args[key] for key in said if key in args}
 
 
 def without_unindexed(subject: Subject) -> Subject:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from mtpconv.audit.audit import audit
+from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.errors import UnsupportedError
 from mtpconv.geometry import EXPERT_FIELDS
@@ -27,7 +29,17 @@ def small(name: str) -> dict[str, Any]:
     entry = next(iter(find_table(name).releases.values()))
     config = shrink(json.loads((CONFIGS / entry["config"]).read_text(encoding="utf-8")))
     config.pop("quantization_config", None)
-    return config | {field: 3 for field in EXPERT_FIELDS if config.get(field)}
+    for part in (config, config.get("text_config", {})):
+        part.update({field: 3 for field in EXPERT_FIELDS if part.get(field)})
+    return config
+
+
+def require_equal_across_formats(hf: Path, mcore: Path, tensors: int) -> None:
+    sides = open_sides(hf, mcore)
+    report = audit(sides.before, sides.after)
+    assert [f.message for f in report.findings if f.severity != "note"] == []
+    assert (report.verdict, report.tier) == ("pass", "L2")
+    assert report.compared.tensors == tensors
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -35,6 +47,7 @@ def test_a_family_there_and_back(tmp_path: Path, name: str) -> None:
     hf = make_hf(tmp_path / "hf", small(name))
     there = hf2mcore(hf, tmp_path / "mcore")
     assert there.verified
+    require_equal_across_formats(hf, tmp_path / "mcore", there.tensors)
     back = mcore2hf(tmp_path / "mcore", tmp_path / "back")
     assert back.unchanged == back.tensors == len(tensors_of(hf))
     assert file_hashes(tmp_path / "back") == file_hashes(hf)
@@ -60,6 +73,16 @@ def test_a_family_that_is_not_converted_is_refused_with_the_reason(
         hf2mcore(hf, tmp_path / "mcore")
     assert str(find_table(name).needs) in str(refused.value)
     assert not (tmp_path / "mcore").exists()
+
+
+def test_a_block_that_is_used_again_for_every_depth(tmp_path: Path) -> None:
+    config = small("nemotron_h") | {"num_nextn_predict_layers": 3, "mtp_use_repeated_layer": True}
+    hf = make_hf(tmp_path / "hf", config)
+    there = hf2mcore(hf, tmp_path / "mcore")
+    assert (there.mtp_depths, there.verified) == (1, True)
+    require_equal_across_formats(hf, tmp_path / "mcore", there.tensors)
+    mcore2hf(tmp_path / "mcore", tmp_path / "back")
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
 
 
 def test_heads_of_mtp_depths_that_differ_travel_beside(tmp_path: Path) -> None:
