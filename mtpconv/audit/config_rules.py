@@ -10,7 +10,9 @@ from mtpconv.audit.codes import finding
 from mtpconv.audit.finding import Finding, Severity
 
 Config = Mapping[str, Any]
-Flat = dict[str, Any]
+#: Keys from the outside in; a key may hold a dot, so they are joined for show only.
+Path = tuple[str, ...]
+Flat = dict[Path, Any]
 
 
 class Absent:
@@ -24,7 +26,7 @@ ABSENT = Absent()
 
 #: Fields whose change changes what is loaded or computed, by the last part of their path.
 #: Everything about MTP is strict: 0, null and absent are different things.
-_MTP = re.compile(r"(^|_)mtp(_|$)|nextn")
+_MTP = re.compile(r"(^|[._])mtp([._]|$)|nextn")
 _STRICT = re.compile(
     r"vocab_size|tie_(word_embeddings|encoder|embeddings)|^rope_|^rotary_|partial_rotary|"
     r"^model_type$|^architectures$|^auto_map$"
@@ -68,22 +70,19 @@ def compare_configs(
         severity = _severity(path, a, b, tensors_requantised)
         if severity is not None:
             yield _mismatch(path, a, b, severity)
-    yield from _compare_rope(before, after)
+    yield from _compare_rope(old, new)
 
 
-def _severity(path: str, a: Any, b: Any, requantised: bool) -> Severity | None:
-    field = path.rpartition(".")[2]
-    parts = path.split(".")
-    if _same(a, b) or field in _COSMETIC:
+def _severity(path: Path, a: Any, b: Any, requantised: bool) -> Severity | None:
+    field = path[-1]
+    if any(map(_MTP.search, path)):
+        return None if _same(a, b, exact=True) else "error"
+    if _same(a, b) or field in _COSMETIC or (_is_nothing(a) and _is_nothing(b)):
         return None
-    if _MTP.search(field):
-        return "error"
-    if _is_nothing(a) and _is_nothing(b):
-        return None
-    if any(bag in parts for bag in _ROPE_BAGS) or field in _ROPE_TOP:
-        return None  # compared by meaning below
-    if any(q in parts for q in _QUANTISATION):
+    if any(q in path for q in _QUANTISATION):
         return "warning" if requantised else "error"
+    if _rope_place(path) is not None:
+        return None  # compared by meaning below
     if field == "dtype":
         return None if _is_nothing(a) or _is_nothing(b) else "warning"
     if _STRICT.search(field) or field in _ARCHITECTURE:
@@ -91,82 +90,106 @@ def _severity(path: str, a: Any, b: Any, requantised: bool) -> Severity | None:
     return "warning"
 
 
-def _mismatch(path: str, a: Any, b: Any, severity: Severity) -> Finding:
-    message = f"{path} was {_shown(a)} and is {_shown(b)}; restore it from the reference"
+def _mismatch(path: Path, a: Any, b: Any, severity: Severity) -> Finding:
+    name = _dotted(path)
+    message = f"{name} was {_shown(a)} and is {_shown(b)}; restore it from the reference"
     before, after = (None if x is ABSENT else x for x in (a, b))
     return finding(
-        "config_mismatch", severity, message, field=path, before=before, after=after,
+        "config_mismatch", severity, message, field=name, before=before, after=after,
         file="config.json",
     )  # fmt: skip
 
 
-def _flatten(config: Config, prefix: str = "", depth: int = 0) -> Flat:
+def _dotted(path: Path) -> str:
+    return ".".join(f'"{key}"' if "." in key else key for key in path)
+
+
+def _flatten(config: Config, outer: Path = ()) -> Flat:
     out: Flat = {}
     for key, value in config.items():
         if key == "torch_dtype":
             key = "dtype"
         if key == "dtype" and isinstance(value, str):
             value = value.removeprefix("torch.")
-        path = prefix + key
-        whole = key in _QUANTISATION or not isinstance(value, dict) or depth > _MAX_LEVELS
+        path = (*outer, key)
+        whole = key in _QUANTISATION or not isinstance(value, dict) or len(outer) > _MAX_LEVELS
         if whole or not value:
             out[path] = value
         else:
-            out.update(_flatten(value, path + ".", depth + 1))
+            out.update(_flatten(value, path))
     return out
 
 
 def _open_quantisation(old: Flat, new: Flat) -> None:
     """Where both sides have a quantisation config, compare its fields one by one."""
-    for path in [p for p in old if p.rpartition(".")[2] in _QUANTISATION]:
+    for path in [p for p in old if p[-1] in _QUANTISATION]:
         a, b = old[path], new.get(path)
         if isinstance(a, dict) and isinstance(b, dict):
             for flat, value in ((old, a), (new, b)):
                 del flat[path]
-                flat.update(_flatten(value, path + "."))
+                flat.update(_flatten(value, path))
 
 
-def _compare_rope(before: Config, after: Config) -> Iterator[Finding]:
-    old, new = dict(_rope(before)), dict(_rope(after))
-    for key in sorted(old.keys() | new.keys()):
-        path_a, a = old.get(key, ("", ABSENT))
-        path_b, b = new.get(key, ("", ABSENT))
-        if not _same(a, b):
-            yield _mismatch(path_a or path_b, a, b, "error")
-
-
-def _rope(config: Config, prefix: str = "") -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Every rope parameter by meaning: (level and name) -> (path as written, value).
+def _compare_rope(old: Flat, new: Flat) -> Iterator[Finding]:
+    """Every rope parameter by meaning.
 
     transformers 5 moved rope_theta and rope_scaling into rope_parameters and renamed `type`
-    to `rope_type`; the same numbers in either form are no difference.
+    to `rope_type`; the same numbers in either form are no difference. Where one side says a
+    parameter several times and not the same, loaders take different ones: then it is
+    compared as written.
     """
-    inside: set[str] = set()
-    for key in _ROPE_BAGS:
-        bag = config.get(key)
-        for path, leaf in _flatten(bag).items() if isinstance(bag, dict) else ():
-            name = re.sub(r"(^|\.)type$", r"\1rope_type", path)
-            if leaf is None or (name.endswith("rope_type") and leaf == "default"):
-                continue
-            inside.add(name)
-            yield f"{prefix}{name}", (f"{prefix}{key}.{path}", leaf)
-    for key, value in config.items():
-        if key in _ROPE_TOP and value is not None:
-            # Beside a bag that says it too, the one outside is something else.
-            meaning = f"{key} outside" if key in inside else key
-            yield f"{prefix}{meaning}", (f"{prefix}{key}", value)
-        elif (
-            isinstance(value, dict)
-            and key not in (*_QUANTISATION, *_ROPE_BAGS)
-            and prefix.count(".") < _MAX_LEVELS
-        ):
-            yield from _rope(value, f"{prefix}{key}.")
+    before, after = _rope(old), _rope(new)
+    for place in sorted(before.keys() | after.keys()):
+        there, here = before.get(place, {}), after.get(place, {})
+        a, b = _meaning(place, there), _meaning(place, here)
+        if not _same(a, b):
+            paths = [p for p in (*there, *here) if not _same(there.get(p), here.get(p))]
+            yield _mismatch(paths[0], a, b, "error")
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, bool) != isinstance(b, bool):
+def _rope(flat: Flat) -> dict[Path, Flat]:
+    """What is said about each rope parameter, by level and new name: path as written -> value."""
+    found: dict[Path, Flat] = {}
+    for path, value in flat.items():
+        place = _rope_place(path)
+        if place is None or any(q in path for q in _QUANTISATION) or any(map(_MTP.search, path)):
+            continue
+        if place[-1] == "rope_type" and value is None:
+            value = "default"
+        if value is not None and value != {}:
+            found.setdefault(place, {})[path] = value
+    return found
+
+
+def _rope_place(path: Path) -> Path | None:
+    """Level and new name of a rope parameter; None for other fields."""
+    bag = next((i for i, key in enumerate(path) if key in _ROPE_BAGS), None)
+    if bag is None:
+        return path if path[-1] in _ROPE_TOP else None
+    if bag == len(path) - 1:
+        return path  # a word or a list where the parameters should be
+    *inside, last = path[bag + 1 :]
+    return (*path[:bag], *inside, "rope_type" if last == "type" else last)
+
+
+def _meaning(place: Path, said: Flat) -> Any:
+    """The value on which all places agree; all of them as written if they do not."""
+    values = list(said.values())
+    if not all(_same(values[0], v) for v in values):
+        return {_dotted(path): value for path, value in said.items()}
+    is_default = place[-1] == "rope_type" and values[:1] == ["default"]
+    return values[0] if values and not is_default else ABSENT
+
+
+def _same(a: Any, b: Any, *, exact: bool = False) -> bool:
+    """Whether two JSON values are equal; `true` is never 1, and `exact` keeps 1 and 1.0 apart."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k], exact=exact) for k in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(_same(x, y, exact=exact) for x, y in zip(a, b, strict=True))
+    if type(a) is not type(b) and (exact or bool in (type(a), type(b))):
         return False
-    return a is b or bool(a == b)
+    return a is b or bool(a == b) or bool(a != a and b != b)
 
 
 def _is_nothing(value: Any) -> bool:

@@ -126,10 +126,14 @@ def test_dtype_under_either_name() -> None:
 
 def test_rope_is_compared_by_meaning() -> None:
     old = {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}}
-    new = {"rope_parameters": {"rope_theta": 1000000, "rope_type": "yarn", "factor": 4.0}}
+    new: dict[str, Any] = {
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "yarn", "factor": 4.0}
+    }
     assert found(old, new) == []
     new["rope_parameters"]["factor"] = 8.0
     assert found(old, new) == [("error", "rope_scaling.factor")]
+    new["rope_parameters"]["factor"], new["rope_theta"] = 4, 1e6
+    assert found(old, new) == []  # said twice, and the same
     per_kind = {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
@@ -139,6 +143,88 @@ def test_rope_is_compared_by_meaning() -> None:
     other = copy.deepcopy(per_kind)
     other["rope_parameters"]["sliding_attention"]["rope_theta"] = 1e5
     assert found(per_kind, other) == [("error", "rope_parameters.sliding_attention.rope_theta")]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 8e6}
+ROPES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "the other bag keeps the old factor": (
+        {"rope_parameters": YARN},
+        {"rope_parameters": {**YARN, "factor": 8.0}, "rope_scaling": {"factor": 4.0}},
+        "factor",
+    ),
+    "the other bag keeps the old theta": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 8e6}},
+        {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_theta": 8e6}},
+        "rope_theta",
+    ),
+    "theta outside the bag": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 8e6}},
+        {"rope_theta": 1e4, "rope_scaling": {"rope_theta": 8e6}},
+        "rope_theta",
+    ),
+    "both spellings of the type": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4}},
+        {"rope_parameters": {"rope_type": "linear", "type": "yarn", "factor": 4}},
+        "rope_type",
+    ),
+    "the default type beside another": (
+        {"rope_scaling": {"type": "yarn", "factor": 4}},
+        {"rope_scaling": {"type": "yarn", "rope_type": "default", "factor": 4}},
+        "rope_type",
+    ),
+    "two values change places": (
+        {"rope_parameters": {"factor": 4}, "rope_scaling": {"factor": 8}},
+        {"rope_parameters": {"factor": 8}, "rope_scaling": {"factor": 4}},
+        "factor",
+    ),
+    "a word instead of nothing": ({}, {"rope_scaling": "yarn"}, "rope_scaling"),
+    "another word": ({"rope_scaling": "dynamic"}, {"rope_scaling": "linear"}, "rope_scaling"),
+    "another list": (
+        {"rope_parameters": [{"rope_theta": 1}]},
+        {"rope_parameters": [{"rope_theta": 2}]},
+        "rope_parameters",
+    ),
+    "another list inside": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 2.0]}},
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0, True]}},
+        "short_factor",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("level", ["top", "text_config"])
+def test_another_rope_in_any_spelling_fails(name: str, level: str) -> None:
+    before, after, field = ROPES[name]
+    before, after = {"vocab_size": 80, **before}, {"vocab_size": 80, **after}
+    if level != "top":
+        before, after = {level: before}, {level: after}
+    for a, b in ((before, after), (after, before)):
+        ((severity, path),) = found(a, b)
+        assert (severity, (path or "").rpartition(".")[2]) == ("error", field)
+    assert found(before, copy.deepcopy(before)) == found(after, copy.deepcopy(after)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(1, 1.0), ([True, False], [1, 0]), ([1], [1.0]), ({"x": 1}, {"x": 1.0})]
+)
+def test_mtp_fields_keep_the_type_of_their_values(old: Any, new: Any) -> None:
+    for field in ("num_nextn_predict_layers", "mtp_layer_types"):
+        ((severity, _),) = found({field: old}, {field: new})
+        assert severity == "error"
+
+
+def test_a_key_with_a_dot_is_not_a_nested_field() -> None:
+    inner = {"vocab_size": 80}
+    nested: dict[str, Any] = {"text_config": {**inner, "mtp_num_hidden_layers": 1}}
+    literal: dict[str, Any] = {"text_config": inner, "text_config.mtp_num_hidden_layers": 1}
+    assert found(nested, literal) == [
+        ("error", "text_config.mtp_num_hidden_layers"),
+        ("error", '"text_config.mtp_num_hidden_layers"'),
+    ]
+    nested = {"text_config": {**inner, "rope_theta": 1e7}}
+    literal = {"text_config": inner, "text_config.rope_theta": 1e7}
+    assert ("error", "text_config.rope_theta") in found(nested, literal)
 
 
 def test_a_quantisation_config_that_went_with_its_tensors_warns() -> None:
