@@ -5,31 +5,64 @@ from __future__ import annotations
 import os
 import sys
 
-_INTERRUPTED = 130
-
 
 def main() -> None:
     """Entry point of the `mtpconv` command; never shows a traceback unless asked."""
-    from mtpconv.cli.app import app
+    try:
+        from mtpconv.cli.signals import stoppable
+        from mtpconv.cli.streams import guard_streams
+
+        with stoppable() as stop:
+            try:
+                guard_streams()
+                code = _run()
+            except KeyboardInterrupt:
+                code = 130
+            if code == 130:
+                code = 128 + stop.number
+                print("mtpconv: interrupted; no half-written target was left", file=sys.stderr)
+    except KeyboardInterrupt:  # before there was anything to clean up, or after
+        code = 130
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The command and everything it printed; gives the exit code."""
+    from mtpconv.errors import WriteError
+
+    code = _command()
+    try:
+        sys.stdout.flush()
+    except WriteError as error:
+        return _failed(str(error), error.exit_code)
+    return code
+
+
+def _command() -> int:
     from mtpconv.errors import MtpconvError
 
     try:
+        from mtpconv.cli.app import app
+
         app()
-    except MtpconvError as error:
-        if os.environ.get("MTPCONV_TRACEBACK"):
-            raise
-        print(f"mtpconv: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
     except SystemExit as stop:
-        if stop.code == _INTERRUPTED:
-            print("mtpconv: interrupted; the target was left as it was", file=sys.stderr)
-        raise
-    except Exception as error:  # a bug in mtpconv, not in the input
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    except Exception as error:
         if os.environ.get("MTPCONV_TRACEBACK"):
             raise
-        print(
-            f"mtpconv: internal error: {type(error).__name__}: {error}; "
+        if isinstance(error, MtpconvError):
+            return _failed(str(error), error.exit_code)
+        if isinstance(error, OSError):  # disk and permissions where nothing expects them
+            where = f"{error.filename}: " if error.filename is not None else ""
+            return _failed(f"{where}{error.strerror or error}", 3)
+        return _failed(  # a bug in mtpconv, not in the input
+            f"internal error: {type(error).__name__}: {error}; "
             "please report it with the output of MTPCONV_TRACEBACK=1",
-            file=sys.stderr,
+            70,
         )
-        sys.exit(70)
+    return 0
+
+
+def _failed(text: str, code: int) -> int:
+    print(f"mtpconv: {text}", file=sys.stderr)
+    return code

@@ -6,9 +6,9 @@ import dataclasses
 import gc
 import hashlib
 import os
-import signal
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,13 @@ import typer
 from mtpconv.cli.terminal import human, make_progress, write_json
 from mtpconv.convert import Outcome, hf2mcore, mcore2hf
 from mtpconv.convert.ranks import ranks_of
-from mtpconv.errors import MtpconvError, RefusedError
+from mtpconv.errors import MtpconvError, RefusedError, UsageError, WriteError
+from mtpconv.ranges import compress
+from mtpconv.store.other_files import other_files
+from mtpconv.store.source import FOLDER
+
+#: Groups of changed tensors that are spelled out.
+_SHOWN = 4
 
 
 def run_hf2mcore(src: Path, dst: Path, **options: Any) -> None:
@@ -42,8 +48,6 @@ def _run(
     """One conversion, alone or as one of the ranks that a launcher started."""
     ranks = ranks_of(os.environ)
     progress = make_progress(quiet or not ranks.is_first, log_format)
-    # Launchers and schedulers end a job with SIGTERM; it shall leave no more than Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # There is no garbage worth collecting, and looking for it takes a quarter of the time that
     # a model with 60,000 tensors needs beside copying (3.6 s against 4.6 s).
     gc.disable()
@@ -61,7 +65,18 @@ def _run(
         if log_format == "json":
             write_json("done", **_facts(done))
         else:
-            _say(done, quiet)
+            _report(done)
+
+
+def _report(done: Outcome) -> None:
+    """Say what was done; if that cannot be said, that it was done all the same."""
+    try:
+        _say(done, quiet=False)
+        sys.stdout.flush()
+    except WriteError as error:
+        if done.dry_run:
+            raise
+        raise WriteError(f"{error}; {done.target} is written and whole") from error
 
 
 def _facts(done: Outcome) -> dict[str, Any]:
@@ -84,26 +99,39 @@ def run_roundtrip(
     from mtpconv.cli.audit import EXIT, make_options, run_with_progress
     from mtpconv.report import text
 
+    if workdir is not None and not workdir.is_dir():
+        raise UsageError(f"--workdir {workdir}: is no folder; name one that exists")
     with tempfile.TemporaryDirectory(prefix="mtpconv-", dir=workdir) as temporary:
         there, back = Path(temporary) / "mcore", Path(temporary) / "hf"
         progress = make_progress(quiet)
-        _say(hf2mcore(src, there, layout=layout, mapping=mapping, progress=progress), quiet)
+        done = hf2mcore(src, there, layout=layout, mapping=mapping, progress=progress)
+        _say(done, quiet)
         _say(mcore2hf(there, back, mapping=mapping, progress=progress), quiet)
         report = run_with_progress(open_sides(src, back, mapping=mapping), make_options(), progress)
         if not quiet:
             typer.echo(text.render(report), nl=False)
         if report.verdict != "pass":
             raise typer.Exit(EXIT[report.verdict])
-        names = sorted(str(p.relative_to(back)) for p in back.rglob("*") if p.is_file())
-        differ = [n for n in names if _sha256(src / n) != _sha256(back / n)]
-        lost = [p.name for p in src.glob("*.safetensors") if not (back / p.name).is_file()]
-        if differ or lost:
-            raise RefusedError(
-                f"{src}: {len(differ)} files differ after the round trip and {len(lost)} are "
-                f"missing, first {(differ + lost)[0]}"
-            )
-        if not quiet:
-            typer.echo(f"round trip: {len(names)} files, sha256 of every one equals the original's")
+        _require_same_files(src, back, done.left_behind, quiet)
+
+
+def _require_same_files(src: Path, back: Path, left: Collection[str], quiet: bool) -> None:
+    """Every file of the source came back as it was, apart from those named as left behind."""
+    known = set(left)
+    names = [n for n in other_files(src, (), FOLDER).travel if n not in known]
+    here = set(names)
+    lost = [n for n in names if not (back / n).is_file()]
+    differ = [n for n in names if n not in lost and _sha256(src / n) != _sha256(back / n)]
+    new = [n for n in other_files(back, ()).travel if n not in here]
+    if lost or differ or new:
+        raise RefusedError(
+            f"{src}: {len(differ)} files differ after the round trip, {len(lost)} did not come "
+            f"back and {len(new)} are new, first {(lost + differ + new)[0]}"
+        )
+    if not quiet:
+        typer.echo(f"round trip: {len(names)} files, sha256 of every one equals the original's")
+        if left:
+            typer.echo(f"  without   {len(left)} that were left behind: {compress(left, 4)}")
 
 
 def _say(done: Outcome, quiet: bool) -> None:
@@ -127,13 +155,24 @@ def _say(done: Outcome, quiet: bool) -> None:
         state = "every tensor read back and equal" if done.verified else "no (--no-verify)"
         typer.echo(f"  verified  {state}")
         if done.unchanged is not None:
-            same = f"{done.unchanged:,} of {done.tensors:,} tensors"
-            typer.echo(f"  weights   {same} unchanged since hf2mcore")
+            typer.echo(f"  weights   {_unchanged(done)} tensors unchanged since hf2mcore")
+            if done.changed:
+                more = len(done.changed) - _SHOWN
+                lines = ", ".join(done.changed[:_SHOWN])
+                typer.echo(f"  changed   {lines}" + (f" and {more} more groups" * (more > 0)))
     for step in done.steps:
         claim = f"{step.tensors:,} tensors, level {step.level}"
         typer.echo(f"  step      {step.name}: {step.what} ({claim})")
     for note in done.notes:
         typer.echo(f"  note      {note}")
+
+
+def _unchanged(done: Outcome) -> str:
+    if not done.mtp_tensors:
+        return f"{done.unchanged:,} of {done.tensors:,}"
+    mtp = done.unchanged_mtp or 0
+    trunk = f"{(done.unchanged or 0) - mtp:,} of {done.tensors - done.mtp_tensors:,} trunk"
+    return f"{trunk} and {mtp:,} of {done.mtp_tensors:,} MTP"
 
 
 def _sha256(path: Path) -> str:

@@ -22,10 +22,11 @@ from mtpconv.convert.fp8 import (
     write_kept,
 )
 from mtpconv.convert.outcome import Outcome
-from mtpconv.convert.output import Output, check_space, check_target
+from mtpconv.convert.output import Output
 from mtpconv.convert.ranks import Ranks
 from mtpconv.convert.record_files import RecordFiles
 from mtpconv.convert.snapshot import Snapshot, files_of
+from mtpconv.convert.target import check_space, check_target
 from mtpconv.convert.verify import verify_digests
 from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError, UsageError
 from mtpconv.mapping.check import discard_reason, is_carried
@@ -49,6 +50,7 @@ from mtpconv.store.fp8_tensors import SCALE
 from mtpconv.store.hf import HfCheckpoint, open_hf
 from mtpconv.store.hf_writer import index_bytes, make_header, write_shard
 from mtpconv.store.manifest import Manifest
+from mtpconv.store.places import places_read
 from mtpconv.store.source import (
     FOLDER,
     carried_folder,
@@ -266,17 +268,19 @@ def hf2mcore(
     """
     started = time.monotonic()
     progress, ranks = progress or Progress(), ranks or Ranks()
-    check_target(target, source, overwrite=overwrite)
+    check_target(target, places_read(source, mapping, links=False), overwrite=overwrite)
     snapshot = Snapshot(files_of(source))
     work = plan_hf2mcore(
         source, mapping=mapping, layout=layout, drop_mtp=drop_mtp, fp8=fp8, pad_vocab=pad_vocab
     )
+    reads = places_read(source, mapping)
     if dry_run:
+        check_target(target, reads, overwrite=overwrite)
         check_space(target, work.disk)
         return _outcome(work, source, target, dry_run=True)
     with (
         Output(
-            target, source, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
+            target, reads, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
         ) as out,
         Crew(jobs) as crew,
     ):

@@ -37,12 +37,19 @@ class Lock:
     def take(self) -> None:
         """Take the lock.
 
-        Raises: UsageError if another process has it; OSError if the file cannot be made.
+        Raises: UsageError if another process has it, or somebody has a file of that name;
+        OSError if the file cannot be made.
         """
         while self._fd is None:
-            fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(self._path, flags, 0o644)
             try:
                 self._exclude_others(fd)
+                if os.fstat(fd).st_size and not _holder(fd):
+                    raise UsageError(
+                        f"{self._path}: is in the way and was not made by mtpconv; move it "
+                        "elsewhere or name another target"
+                    )
                 # Its last holder may have removed the file between open and flock.
                 if _is_same(fd, self._path):
                     holder = {"pid": os.getpid(), "host": socket.gethostname(), "at": time.time()}

@@ -27,10 +27,11 @@ from mtpconv.convert.fp8 import (
 from mtpconv.convert.hf_to_mcore import BASE_MEMORY, MEMORY_PER_TENSOR, table_for
 from mtpconv.convert.journal import Done
 from mtpconv.convert.outcome import Outcome
-from mtpconv.convert.output import Output, check_space, check_target
+from mtpconv.convert.output import Output
 from mtpconv.convert.ranks import Ranks, deal
 from mtpconv.convert.shards import shard_is_whole, write_shard
 from mtpconv.convert.snapshot import Snapshot, files_of
+from mtpconv.convert.target import check_space, check_target
 from mtpconv.convert.verify import require_accepted, verify_digests
 from mtpconv.errors import RefusedError, UsageError
 from mtpconv.mapping.check import check_plan, is_carried
@@ -48,6 +49,7 @@ from mtpconv.store.hf import open_hf
 from mtpconv.store.hf_writer import index_bytes, make_headers
 from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.legacy_file import NAME as RANK_FILE
+from mtpconv.store.places import places_read
 from mtpconv.store.safetensors_header import ShardHeader
 from mtpconv.store.source import HfSource, copy_file, find_source, read_source, write_bytes
 from mtpconv.view import HfView, describe_missing
@@ -183,15 +185,17 @@ def mcore2hf(
     """
     started = time.monotonic()
     progress, ranks = progress or Progress(), ranks or Ranks()
-    check_target(target, source, overwrite=overwrite)
+    check_target(target, places_read(source, like, mapping, links=False), overwrite=overwrite)
     snapshot = Snapshot(checkpoint_files(source))
     work = plan_mcore2hf(source, like=like, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8)
+    reads = places_read(source, like, work.source.path, mapping)
     if dry_run:
+        check_target(target, reads, overwrite=overwrite)
         check_space(target, work.disk)
         return _outcome(work, source, target, dry_run=True)
     with (
         Output(
-            target, source, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
+            target, reads, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
         ) as out,
         Crew(jobs) as crew,
     ):

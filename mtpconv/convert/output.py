@@ -1,12 +1,15 @@
 """A target folder that appears whole or not at all.
 
 Everything is written into `.NAME.partial/target` beside the target, fsynced, and renamed at
-the end; `.NAME.partial` also has the journal of what is done. Whatever a killed run left is
-removed by the next one, or taken over with `resume`.
+the end; `.NAME.partial` also has the journal of what is done, and for a moment what is
+replaced. Whatever a killed run left there is put back, removed by the next one, or taken over
+with `resume`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -17,49 +20,60 @@ from typing import Self
 from mtpconv.convert.journal import Done, Journal, read_journals
 from mtpconv.convert.lock import Lock
 from mtpconv.convert.ranks import Ranks
-from mtpconv.errors import UsageError, WriteError
+from mtpconv.convert.target import check_space, check_target, explain, work_folder
+from mtpconv.errors import MtpconvError, UsageError, WriteError
+from mtpconv.store.places import Places, real_path
 from mtpconv.store.source import sync
+
+#: The file by which a work folder is known to be ours.
+_MARK = "mtpconv"
+_MARK_TEXT = b"An unfinished conversion; the next one to the same target removes or resumes it.\n"
 
 
 class Output:
     """Context manager around one target folder; with several ranks, the first one owns it.
 
-    Raises: UsageError if the target exists (without `overwrite`), lies in the source or holds
-    it, or is being written; WriteError if there is too little space or the disk fails.
+    A target that is a link is written where the link leads.
+
+    Raises: UsageError if the target exists (without `overwrite`), is, holds or lies in what the
+    command `reads`, or is being written; WriteError if there is too little space or the disk
+    fails. Neither it nor any other error of ours points into the work folder, which is gone then.
     """
 
     def __init__(
         self,
         target: Path,
-        source: Path,
+        reads: Places,
         *,
         overwrite: bool,
         need: int,
         resume: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        # The name is not resolved: a target that is a symlink is replaced, not followed.
-        plain = target.name not in ("", "..")
-        self.target = target.parent.resolve() / target.name if plain else target.resolve()
-        beside = self.target.parent / f".{self.target.name}"
-        self.work = beside.with_name(beside.name + ".partial")
+        self.shown = target
+        self.target = real_path(target)
+        self.work = work_folder(self.target)
         self.folder = self.work / "target"
         self.ranks = ranks or Ranks()
         self.journal = Journal(self.work, self.ranks.rank)
         self._before = self.work / "before"
-        self._replaced = beside.with_name(beside.name + ".replaced")
-        self._meeting = beside.with_name(beside.name + ".ranks")
-        self._lock = Lock(beside.with_name(beside.name + ".lock"), self.target)
+        self._replaced = self.work / "replaced"
+        self._meeting = self.work.with_suffix(".ranks")
+        self._lock = Lock(self.work.with_suffix(".lock"), target)
+        self._reads = reads
+        self._overwrite = overwrite
         self._need = need
         self._resume = resume
         self._known: dict[str, Done] = {}
+        self._parents: list[Path] = []
+        self._ours = False
         self._committed = False
-        check_target(self.target, source, overwrite=overwrite)
+        self._check()
 
     def __enter__(self) -> Self:
         try:
             if self.ranks.is_first:
-                self.target.parent.mkdir(parents=True, exist_ok=True)
+                self._make_parents()
                 self._lock.take()
             self.ranks.meet(self._meeting)
             if self.ranks.is_first:
@@ -69,7 +83,7 @@ class Output:
                 self._known = read_journals(self.work)
         except OSError as error:
             self._leave(error)
-            raise explain(error, self.target) from error
+            raise explain(error, self.shown) from error
         except BaseException as error:
             self._leave(error)
             raise
@@ -80,18 +94,23 @@ class Output:
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:
+    ) -> bool:
         kept = self._leave(error)
         if isinstance(error, OSError):
-            error = explain(error, self.target)
-        if isinstance(error, WriteError):
-            text = str(error).replace(str(self.folder), str(self.target))
-            rest = (
-                f"{kept} finished files are kept for --resume"
-                if kept
-                else "nothing was left behind"
-            )
-            raise WriteError(f"{text}; {rest}") from error
+            error = explain(error, self.shown)
+        if self._committed and self.work.exists():
+            raise WriteError(
+                f"{self.shown}: is written and whole, but what it replaced cannot be removed; "
+                f"delete {self.work}"
+            ) from error
+        if self._committed and not isinstance(error, Exception):
+            return True  # a signal that came too late
+        if isinstance(error, MtpconvError):
+            text = str(error).replace(str(self.folder), str(self.shown))
+            if isinstance(error, WriteError):
+                text += f"; {self._what_is_left(kept)}"
+            raise type(error)(text) from error
+        return False
 
     def finished(self, name: str, holds: str) -> tuple[Path, Done] | None:
         """A file of an earlier run that says it holds the same, and what its journal says.
@@ -108,81 +127,136 @@ class Output:
         self.journal.add(path.name, done)
 
     def commit(self) -> None:
-        """Make the target appear, replacing what was there."""
+        """Make the target appear, with `overwrite` instead of what was there.
+
+        Raises: UsageError if something appeared at the target meanwhile; it is left as it is.
+        """
         for root, _, _ in os.walk(self.folder):
             sync(Path(root))
-        if self.target.exists():
-            self.target.rename(self._replaced)
-        self.folder.rename(self.target)
+        # Whatever appeared since: `_appear` refuses it, or it may be overwritten.
+        check_target(self.target, self._reads, overwrite=True)
+        there = self._overwrite and self.target.exists()
+        if not (there and _exchange(self.folder, self.target)):
+            if there:
+                self.target.rename(self._replaced)
+            self._appear()
         self._committed = True
         sync(self.target.parent)
-        if self._replaced.exists():
-            shutil.rmtree(self._replaced)
+
+    def _appear(self) -> None:
+        try:
+            self.folder.rename(self.target)  # replaces an empty folder and nothing else
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise UsageError(
+                f"{self.shown}: something appeared there meanwhile and was left as it is; "
+                "name another folder"
+            ) from error
+
+    def _check(self) -> None:
+        check_target(self.target, self._reads, overwrite=self._overwrite)
+
+    def _make_parents(self) -> None:
+        self._parents = [p for p in self.target.parents if not p.exists()]
+        self.target.parent.mkdir(parents=True, exist_ok=True)
 
     def _prepare(self) -> None:
         """An empty target folder; what an earlier run finished lies in `before`."""
-        if self._replaced.exists():  # killed between the two renames of `commit`
-            if self.target.exists():
-                shutil.rmtree(self._replaced)
-            else:
-                self._replaced.rename(self.target)
-        if not self._resume and self.work.exists():
-            shutil.rmtree(self.work)
-        self._before.mkdir(parents=True, exist_ok=True)
-        kept = 0
+        self._require_ours()
+        if not self._put_back():
+            raise UsageError(
+                f"{self.shown}: a killed run had moved what was there to {self._replaced}, and "
+                "now there is something else; move one of them elsewhere"
+            )
+        self._check()  # now that nobody else writes it
+        if not self._resume:
+            self._clear()
+        self.work.mkdir(exist_ok=True)
+        self._ours = True
+        (self.work / _MARK).write_bytes(_MARK_TEXT)
+        self._before.mkdir(exist_ok=True)
         for path in [*self.folder.rglob("*.distcp"), *self.folder.rglob("*.safetensors")]:
             path.replace(self._before / path.name)
         if self.folder.exists():
             shutil.rmtree(self.folder)
         kept = sum(path.stat().st_size for path in self._before.iterdir())
-        check_space(self.target, self._need - kept)
+        check_space(self.shown, self._need - kept)
         self.folder.mkdir()
+
+    def _require_ours(self) -> None:
+        """Refuse a folder of somebody else where ours has to be; one without anything is ours."""
+        if os.path.lexists(self.work) and not (
+            self.work.is_dir()
+            and not self.work.is_symlink()
+            and ((self.work / _MARK).is_file() or not any(self.work.iterdir()))
+        ):
+            raise UsageError(
+                f"{self.work}: is in the way and was not made by mtpconv; move it elsewhere or "
+                "name another target"
+            )
+
+    def _put_back(self) -> bool:
+        """Undo half a replacement; False if something new is where the old target was."""
+        if not os.path.lexists(self._replaced):
+            return True
+        if not self.folder.exists():
+            return True  # it was whole: the new target is in place
+        with contextlib.suppress(OSError):
+            self._replaced.rename(self.target)  # onto nothing or an empty folder only
+        return not os.path.lexists(self._replaced)
+
+    def _clear(self) -> None:
+        """Remove the work folder as far as possible; what is left keeps its mark."""
+        mark = self.work / _MARK
+        with contextlib.suppress(OSError):
+            for path in self.work.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path != mark:
+                    path.unlink()
+            if all(path == mark for path in self.work.iterdir()):
+                mark.unlink(missing_ok=True)
+                self.work.rmdir()
 
     def _leave(self, error: BaseException | None) -> int:
         """Clean up; gives the number of finished files that are kept."""
         self.journal.close()
         self.ranks.leave(error)
-        if not self.ranks.is_first or not self._lock.taken:
-            return 0
         try:
+            if not self._ours or not self._lock.taken:
+                return 0
+            if not self._committed and not self._put_back():
+                return 0
             kept = len(read_journals(self.work)) if self._resume and not self._committed else 0
             if not kept:
-                shutil.rmtree(self.work, ignore_errors=True)
+                self._clear()
             return kept
         finally:
             self._lock.release()
+            for path in self._parents:
+                with contextlib.suppress(OSError):  # not empty: there is a target
+                    path.rmdir()
+
+    def _what_is_left(self, kept: int) -> str:
+        if self._committed:
+            return "it is in place all the same"
+        if os.path.lexists(self._replaced):
+            return f"what was there before is in {self._replaced}, put it back"
+        if kept:
+            return f"{kept} finished files are kept for --resume"
+        if self._ours and self.work.exists():
+            return f"what was written cannot be removed, delete {self.work}"
+        return "nothing was left behind"
 
 
-def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
-    """Refuse a target that would lose something. Raises: UsageError."""
-    real, origin = target.resolve(), source.resolve()
-    if real == origin or origin in real.parents:
-        raise UsageError(f"{target}: lies inside the source {source}; name another folder")
-    if real in origin.parents:
-        raise UsageError(f"{target}: holds the source {source}; name another folder")
-    if not os.path.lexists(target):
-        return
-    if not target.is_dir():
-        raise UsageError(f"{target}: is a file; name a folder")
-    if any(target.iterdir()) and not overwrite:
-        raise UsageError(f"{target}: exists and is not empty; pass --overwrite or name another")
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders at once; False where the system, or this filesystem, cannot.
 
-
-def check_space(target: Path, need: int) -> None:
-    """Refuse a target whose disk is too small. Raises: WriteError."""
-    folder = target
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise WriteError(
-            f"{target}: needs {need / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB free; "
-            "free some or name another disk"
-        )
-
-
-def explain(error: OSError, target: Path) -> WriteError:
-    """An operating-system error while writing as one clear line."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return WriteError(f"{target}: {error.strerror}; free some space and run again")
-    return WriteError(f"{target}: cannot be written: {error.strerror or error}")
+    Source: rename(2), man-pages 6.9: AT_FDCWD is -100, RENAME_EXCHANGE is 2.
+    """
+    try:
+        call = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):
+        return False
+    return int(call(-100, os.fsencode(one), -100, os.fsencode(other), ctypes.c_uint(2))) == 0

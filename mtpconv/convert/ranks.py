@@ -68,6 +68,12 @@ class Ranks:
             return
         nonce = secrets.token_hex(8)
         if self.is_first:
+            found = [path.name for path in place.iterdir()] if place.exists() else []
+            if found and not any("beat." in name for name in found):
+                raise UsageError(
+                    f"{place}: is in the way and was not made by mtpconv; move it elsewhere or "
+                    "name another target"
+                )
             shutil.rmtree(place, ignore_errors=True)  # of a launch that was killed
             place.mkdir(exist_ok=True)
         self._place = place

@@ -46,7 +46,7 @@ class Snapshot:
         """One BLAKE3 over all of it, hex: the same source in the same state."""
         hasher = blake3()
         for path, state in sorted(self._seen.items()):
-            hasher.update(f"{path.name}\0{state}\n".encode())
+            hasher.update(os.fsencode(path.name) + f"\0{state}\n".encode())
         return hasher.hexdigest()
 
 
