@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import numpy as np
 from mtpconv.mapping.layouts import Address, Layout, detect_layout
 from mtpconv.mapping.ops import Move, ShapeError
 from mtpconv.mapping.plan import Plan, Step, padded
+from mtpconv.mapping.producers import Trait, traits
 from mtpconv.ranges import compress
 from mtpconv.store.checkpoint import Checkpoint, Chunk, Problem
 from mtpconv.store.content import Files, Piece, Run, blocks_of, pieces, stretch
@@ -60,6 +62,18 @@ class HfView:
     def format(self) -> str:
         """That of the Megatron checkpoint."""
         return self.checkpoint.format
+
+    @cached_property
+    def traits(self) -> tuple[Trait, ...]:
+        """Whose work it is, as far as keys and files tell."""
+        folder = getattr(self.checkpoint, "folder", None)
+        files = [p.name for p in folder.iterdir()] if folder is not None else []
+        return traits(self.checkpoint.tensors.keys(), files)
+
+    @property
+    def dialect(self) -> str:
+        """How the Megatron side is spelled, and by whom."""
+        return "; ".join((self.layout.name, *(t.name for t in self.traits)))
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         """Never answers: HF tensors are cut out of chunks; ask for `pieces`."""

@@ -33,11 +33,15 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Respelling:
-    """One rule: a stretch of a key, by pattern, and what stands there instead."""
+    """One rule: a stretch of a key, by pattern, and what stands there instead.
+
+    With `number` = (a, b), `{n}` in `to` is a times the layer number plus b.
+    """
 
     pattern: re.Pattern[str]
     to: str
     axis: str | None
+    number: tuple[int, int] | None
     #: text of every key that the pattern matches; most keys lack it, and this is seen faster
     needle: str
 
@@ -76,7 +80,10 @@ class Layout:
                 found = rule.pattern.search(key)
                 if found is None:
                     continue
-                key = key[: found.start()] + rule.to + key[found.end() :]
+                to = rule.to
+                if rule.number is not None:
+                    to = to.replace("{n}", str(rule.number[0] * int(found[1]) + rule.number[1]))
+                key = key[: found.start()] + to + key[found.end() :]
                 if rule.axis is not None:
                     index.append(int(found[1]))
                     lead.append(geometry.layers if rule.axis == "layer" else geometry.experts)
@@ -86,8 +93,9 @@ class Layout:
 #: Order matters: a layer axis comes before an expert axis. All of `mappings/layouts`.
 DIALECTS = (
     "stacked_layers", "stacked_experts", "local_spec_mla", "local_spec_gqa", "local_modules_gqa",
-    "mtp_model_layer", "language_model",
+    "mtp_model_layer", "hybrid_layers", "language_model",
 )  # fmt: skip
+_NUMBER = re.compile(r"\{(\d+)\*layer(?:\+(\d+))?\}")
 
 
 @cache
@@ -109,16 +117,27 @@ def _rule(raw: Mapping[str, str]) -> Respelling:
     parts = re.split(r"\{(layer|expert)\}", raw["from"])
     pattern = "".join(re.escape(p) if i % 2 == 0 else r"(\d+)" for i, p in enumerate(parts))
     needle = max(parts[::2], key=len)
-    return Respelling(re.compile(pattern), raw["to"], raw.get("axis"), needle)
+    found = _NUMBER.search(raw["to"])
+    number = (int(found[1]), int(found[2] or 0)) if found else None
+    to = _NUMBER.sub("{n}", raw["to"])
+    return Respelling(re.compile(pattern), to, raw.get("axis"), number, needle)
 
 
 def layout_of(names: Iterable[str]) -> Layout:
-    """The layout made of these dialects."""
+    """The layout made of these dialects.
+
+    Raises: UsageError for one that does not exist, and for two that exclude each other.
+    """
     wanted = set(names)
     unknown = wanted - set(DIALECTS)
     if unknown:
         raise UsageError(f"layout {sorted(unknown)[0]!r}: unknown; known: {', '.join(DIALECTS)}")
-    return Layout(tuple(read_dialect(n) for n in DIALECTS if n in wanted))
+    layout = Layout(tuple(read_dialect(n) for n in DIALECTS if n in wanted))
+    for dialect in layout.dialects:
+        for other in dialect.excludes:
+            if other in wanted:
+                raise UsageError(f"layout: {dialect.name} and {other} exclude each other")
+    return layout
 
 
 def training_layout(plan: Plan) -> Layout:
@@ -153,9 +172,9 @@ def detect_layout(plan: Plan, keys: Collection[str]) -> Layout:
     best, best_score = Layout(), (-1, 0)
     for size in range(len(able) + 1):
         for names in itertools.combinations(able, size):
-            layout = layout_of(names)
-            if any(n in d.excludes for d in layout.dialects for n in names):
+            if any(n in read_dialect(d).excludes for d in names for n in names):
                 continue
+            layout = layout_of(names)
             hits = sum(layout.address(s.key, plan.geometry).key in keys for s in samples.values())
             if (hits, -size) > best_score:
                 best, best_score = layout, (hits, -size)

@@ -14,6 +14,7 @@ from mtpconv.mapping.layouts import (
     addresses,
     detect_layout,
     layout_of,
+    read_dialect,
     training_layout,
 )
 from mtpconv.mapping.plan import make_plan
@@ -25,6 +26,7 @@ COMBINATIONS = [
     for size in range(len(DIALECTS) + 1)
     # local_spec_gqa respells nothing that this family keeps apart.
     for names in itertools.combinations([d for d in DIALECTS if d != "local_spec_gqa"], size)
+    if not any(n in read_dialect(d).excludes for d in names for n in names)
 ]
 
 
@@ -84,3 +86,26 @@ def test_a_vision_language_model_keeps_its_decoder_under_language_model() -> Non
     layout = layout_of(["stacked_experts", "language_model"])
     spot = layout.address("mtp.layers.0.enorm.weight", plan.geometry)
     assert spot.key == "language_model.mtp.layers.0.enorm.weight"
+
+
+def test_dialects_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(UsageError, match="hybrid_layers and stacked_layers exclude each other"):
+        layout_of(["stacked_layers", "hybrid_layers"])
+
+
+def test_hybrid_layers_are_pairs_and_mtp_depths_small_stacks() -> None:
+    """Names as in megatron-core 0.19.2's gpt_checkpoint_interop and hybrid_layer_specs."""
+    plan = make_plan(config("deepseek_v3"), find_table("deepseek_v3"))
+    layout = layout_of(["stacked_experts", "hybrid_layers"])
+    keys = {step.key: layout.address(step.key, plan.geometry).key for step in plan.steps}
+    assert keys["decoder.final_layernorm.weight"] == "decoder.final_norm.weight"
+    norm = "decoder.layers.2.input_layernorm.weight"
+    assert keys[norm] == "decoder.layers.4.input_layernorm.weight"
+    fc2 = "mlp.experts.experts.3.linear_fc2.weight"
+    packed = "mlp.experts.experts.linear_fc2.weight"
+    assert keys[f"decoder.layers.2.{fc2}"] == f"decoder.layers.5.{packed}"
+    inner = "mtp.layers.0.mtp_model_layer.layers."
+    assert keys[f"mtp.layers.0.transformer_layer.{fc2}"] == f"{inner}1.{packed}"
+    attention = "self_attention.linear_proj.weight"
+    assert keys[f"mtp.layers.0.transformer_layer.{attention}"] == f"{inner}0.{attention}"
+    assert keys["mtp.layers.0.eh_proj.weight"] == "mtp.layers.0.eh_proj.weight"

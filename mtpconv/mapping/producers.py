@@ -1,0 +1,78 @@
+"""Who wrote a Megatron checkpoint, as far as its keys and files tell, and what they cannot tell.
+
+The same model is not the same checkpoint everywhere: converters and training frameworks name
+some modules otherwise, which is seen here, or order rows inside a tensor otherwise, which nobody
+can see.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from mtpconv.mapping.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Trait:
+    """Something that only some tools write: its name, and why it is not converted (or None)."""
+
+    name: str
+    refused: str | None = None
+
+
+#: Pattern of a key, and the trait that it shows.
+#: Source: slime slime_plugins/models/{qwen3_next,qwen3_5,hf_attention,glm5/glm5}.py at 04e67434,
+#: 3999028c and 08a9dcdc, read 2026-11-29; NeMo's `module.` prefix is documented in its
+#: checkpoint guide.
+_KEYS = (
+    (
+        re.compile(r"\.self_attention\.linear_attn\."),
+        Trait(
+            "slime, linear attention as HF modules",
+            "Megatron-Core's own linear attention has other tensors; export with slime's tools",
+        ),
+    ),
+    (
+        re.compile(r"\.self_attention\.(wq_b|wk|weights_proj)\.weight$"),
+        Trait(
+            "slime, indexer beside the attention",
+            "its rows are rotated in some versions of slime and not in others, which bytes do not "
+            "tell; export with slime's tools",
+        ),
+    ),
+    (re.compile(r"^module\."), Trait("NeMo, module. before every key", "strip the prefix first")),
+    (re.compile(r"^decoder\.final_norm\.|\.mtp_model_layer\.layers\."), Trait("HybridModel")),
+)
+_FILES = {"run_config.yaml": Trait("Megatron-Bridge"), "modelopt_state": Trait("ModelOpt")}
+
+
+def traits(keys: Collection[str], files: Collection[str] = ()) -> tuple[Trait, ...]:
+    """What keys and file names show, each trait once."""
+    found = [trait for pattern, trait in _KEYS if any(map(pattern.search, keys))]
+    return (*found, *(trait for name, trait in _FILES.items() if name in files))
+
+
+def doubts(plan: Plan) -> Iterator[str]:
+    """What names and shapes leave open for this model, one line each.
+
+    Source: families.md sections 3 and 4, disagreements 1 and 16.
+    """
+    ops = {step.op.name for step in plan.steps}
+    if "gated_qkv" in ops or "qkv_gate" in ops:
+        yield (
+            "rows of linear_qkv: Megatron-Core, Megatron-Bridge and slime put the queries of a "
+            "group before its gates, mcore-bridge has query and gate of each head in turn"
+        )
+    if any(step.row.key.startswith("self_attention.in_proj.") for step in plan.steps):
+        yield (
+            "rows of in_proj: Megatron-Core and Megatron-Bridge have query, key, value, z, beta, "
+            "alpha one after another, mcore-bridge interleaves them per key head, Pai orders them "
+            "otherwise"
+        )
+    if plan.geometry.model_type == "qwen3_next" and plan.geometry.depths:
+        yield (
+            "halves of eh_proj: slime exchanges them for Qwen3-Next, Megatron-Bridge and "
+            "mcore-bridge do not"
+        )
