@@ -11,8 +11,11 @@ from typing import Any
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table import find_table
 from mtpconv.store.content import blocks
+from mtpconv.store.crc import crc32
 from mtpconv.store.hf import open_hf
 from mtpconv.store.hf_writer import index_bytes, make_header, write_shard
+from mtpconv.store.record_writer import tensor_frame
+from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.synth import synth
 from mtpconv.tensors import TensorSpec
 
@@ -59,3 +62,16 @@ def write_hf(
         (folder / "model.safetensors.index.json").write_bytes(index_bytes(headers))
     (folder / "config.json").write_text(json.dumps(dict(config)))
     return folder
+
+
+def overwrite(checkpoint: Path, key: str, data: bytes) -> None:
+    """Other bytes in a stored tensor of one chunk, its CRC too, as if it had been trained."""
+    stored = open_torch_dist(checkpoint)
+    (chunk,) = stored.chunks(key)
+    prefix, suffix = tensor_frame(stored.tensors[key].dtype, chunk.box.sizes).sealed(crc32(data))
+    assert len(data) == stored.tensors[key].nbytes
+    assert isinstance(chunk.file, Path)
+    raw = bytearray(chunk.file.read_bytes())
+    begin = chunk.start - len(prefix)
+    raw[begin : chunk.start + len(data) + len(suffix)] = prefix + data + suffix
+    chunk.file.write_bytes(raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from mtpconv.store.content import blocks
 from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.tensors import TensorSpec
 from mtpconv.view import HfView
-from tests.convert.folders import file_hashes, make_hf, tensors_of, write_hf
+from tests.convert.folders import file_hashes, make_hf, overwrite, tensors_of, write_hf
 from tests.convert.test_families import small
 
 NORM = "model.layers.{}.linear_attn.norm.weight"
@@ -92,11 +93,7 @@ def test_what_comes_out_like_the_original_by_rounding_is_not_unchanged(tmp_path:
 
 
 def poke(folder: Path, layer: int, words: np.ndarray) -> None:
-    """Other words in a stored tensor, as training would leave them."""
-    (chunk,) = open_torch_dist(folder).chunks(KEY.format(layer))
-    data = bytearray(chunk.file.read_bytes())
-    data[chunk.start : chunk.start + words.nbytes] = words.tobytes()
-    chunk.file.write_bytes(data)
+    overwrite(folder, KEY.format(layer), words.tobytes())
 
 
 def test_a_norm_that_megatron_lost_is_not_answered_by_its_original(tmp_path: Path) -> None:
@@ -165,3 +162,17 @@ def test_with_fp8_weights_beside(tmp_path: Path) -> None:
     report = audit(sides.before, sides.after)
     assert report.verdict == "pass"
     assert len([n for n in report.compared.notes if "by value" in n]) == 2
+
+
+def test_norms_in_fp32_stay_fp32(tmp_path: Path) -> None:
+    # Qwen3.5-0.8B-Base has them so in a BF16 model.
+    tensors = tensors_of(source(tmp_path / "bf16"))
+    config = json.loads((tmp_path / "bf16" / "config.json").read_text())
+    gamma = np.array([1.0, 0.1, 1e-8, -3.0, 0.99999994, 2.5, 0.0, 7.0], np.float32)
+    for layer in range(3):
+        tensors[NORM.format(layer)] = TensorSpec("F32", (8,)), gamma.tobytes()
+    hf = write_hf(tmp_path / "hf", tensors, config)
+    hf2mcore(hf, tmp_path / "mcore")
+    assert stored(tmp_path / "mcore", 2) == (gamma - np.float32(1)).tobytes()
+    mcore2hf(tmp_path / "mcore", tmp_path / "back")
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)

@@ -12,7 +12,7 @@ from mtpconv.convert.hf_to_mcore import plan_hf2mcore
 from mtpconv.errors import RefusedError
 from mtpconv.store.content import blocks
 from mtpconv.store.torch_dist import open_torch_dist
-from tests.convert.folders import file_hashes, make_hf, tensors_of
+from tests.convert.folders import file_hashes, make_hf, overwrite, tensors_of
 from tests.mapping.toy import config
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -57,9 +57,8 @@ def test_disk_is_reserved_for_padding(tmp_path: Path) -> None:
 def test_rows_that_hold_numbers_are_not_cut(tmp_path: Path) -> None:
     _, mcore = padded(tmp_path, 48, vocab_size=70)
     stored = open_torch_dist(mcore)
-    (chunk,) = stored.chunks(HEAD)
-    data = bytearray(chunk.file.read_bytes())
-    data[chunk.start + stored.tensors[HEAD].nbytes - 1] = 0x3F
-    chunk.file.write_bytes(data)
+    data = bytearray(b"".join(map(bytes, blocks(stored, HEAD))))
+    data[-1] = 0x3F
+    overwrite(mcore, HEAD, bytes(data))
     with pytest.raises(RefusedError, match=r"lm_head\.weight: 26 rows beyond .* are not zero"):
         mcore2hf(mcore, tmp_path / "back")
