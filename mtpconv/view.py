@@ -17,7 +17,7 @@ import numpy as np
 from mtpconv.mapping.layouts import Address, Layout, detect_layout
 from mtpconv.mapping.ops import Move, ShapeError
 from mtpconv.mapping.plan import Plan, Step, padded
-from mtpconv.mapping.producers import Trait, traits
+from mtpconv.mapping.producers import Trait, doubts, traits
 from mtpconv.ranges import compress
 from mtpconv.store.checkpoint import Checkpoint, Chunk, Problem
 from mtpconv.store.content import Files, Piece, Run, blocks_of, pieces, stretch
@@ -74,6 +74,16 @@ class HfView:
     def dialect(self) -> str:
         """How the Megatron side is spelled, and by whom."""
         return "; ".join((self.layout.name, *(t.name for t in self.traits)))
+
+    def remarks(self, *, ours: bool) -> Iterator[str]:
+        """What its names say about tensors that do not fit, and, unless `ours`, do not say."""
+        if self.unmapped or self.missing:
+            for trait in self.traits:
+                if trait.refused is not None:
+                    yield f"{self.path}: {trait.name}: {trait.refused}"
+        if not ours:
+            for line in doubts(self.plan):
+                yield f"{self.path}: not told by bytes, {line}; mtpconv parity decides"
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         """Never answers: HF tensors are cut out of chunks; ask for `pieces`."""

@@ -208,7 +208,7 @@ def _seen(opened: Opened | None, plan: Plan, *, digests: bool) -> Subject | None
     source = find_source(opened.path)
     carried = source.carried if source else None
     view = HfView(opened, plan, carried=carried)
-    return as_hf(view, carried) if digests else view_subject(view)
+    return as_hf(view, carried) if digests else view_subject(view, ours=source is not None)
 
 
 def _has_fp8(opened: Manifest | HfCheckpoint) -> bool:

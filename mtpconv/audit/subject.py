@@ -160,8 +160,8 @@ def manifest_subject(manifest: Manifest) -> Subject:
     )  # fmt: skip
 
 
-def view_subject(view: HfView, expected: Expected | None = None) -> Subject:
-    """A torch_dist checkpoint seen under HF names as one side.
+def view_subject(view: HfView, expected: Expected | None = None, *, ours: bool = True) -> Subject:
+    """A torch_dist checkpoint seen under HF names as one side; `ours`: mtpconv wrote it.
 
     Sharded keys that the mapping table does not know are problems: nothing disappears silently.
     """
@@ -173,8 +173,8 @@ def view_subject(view: HfView, expected: Expected | None = None) -> Subject:
     problems = [*_under_hf_names(view), *unknown]
     return Subject(
         str(view.path), view.format, view, problems, _args(view.checkpoint), ARGS,
-        expected=expected, regions=view.plan.regions, dialect=view.layout.name,
-        notes=_left_out(view.checkpoint),
+        expected=expected, regions=view.plan.regions, dialect=view.dialect,
+        notes=(*_left_out(view.checkpoint), *view.remarks(ours=ours)),
     )  # fmt: skip
 
 
