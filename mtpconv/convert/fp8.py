@@ -22,10 +22,11 @@ from mtpconv.store.crew import Crew
 from mtpconv.store.dequant import Dequantised, HfTensors
 from mtpconv.store.fp8_tensors import Quantised, find_fp8, quantisation
 from mtpconv.store.hf import HfCheckpoint
-from mtpconv.store.hf_writer import make_header
+from mtpconv.store.hf_index import INDEX_NAME
+from mtpconv.store.hf_writer import index_bytes, make_header
 from mtpconv.store.requant import Requantised
 from mtpconv.store.safetensors_header import ShardHeader
-from mtpconv.store.source import HfSource
+from mtpconv.store.source import HfSource, write_bytes
 from mtpconv.tensors import TensorSpec
 
 Fp8 = Literal["keep", "requantise", "bf16"]
@@ -124,9 +125,13 @@ def write_kept(
     """Codes and scales as they are, in files named like their shards; gives their digests."""
     folder.mkdir()
     digests: dict[str, str] = {}
-    for file, header in shards_of(hf.shards, specs).items():
+    shards = shards_of(hf.shards, specs)
+    for file, header in shards.items():
         made = make_header(folder / file, header.tensors, {"format": "pt"})
-        digests.update(write_shard(folder / file, made, hf, crew, advance))
+        made.file.parent.mkdir(parents=True, exist_ok=True)
+        digests.update(write_shard(made.file, made, hf, crew, advance))
+    if any("/" in file for file in shards):  # found through an index only
+        write_bytes(folder / INDEX_NAME, index_bytes(shards))
     return digests
 
 

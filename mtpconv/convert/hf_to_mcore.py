@@ -25,7 +25,8 @@ from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
 from mtpconv.convert.ranks import Ranks
 from mtpconv.convert.record_files import RecordFiles
-from mtpconv.convert.snapshot import Snapshot, files_of
+from mtpconv.convert.remarks import file_notes
+from mtpconv.convert.snapshot import Snapshot, files_below
 from mtpconv.convert.target import check_space, check_target
 from mtpconv.convert.verify import verify_digests
 from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError, UsageError
@@ -41,6 +42,7 @@ from mtpconv.store.content import Files, blocks
 from mtpconv.store.crew import Crew
 from mtpconv.store.dequant import HfTensors
 from mtpconv.store.digest import digest_tensors
+from mtpconv.store.dist_folder import is_torch_dist
 from mtpconv.store.dist_metadata_writer import (
     write_common,
     write_config,
@@ -50,10 +52,12 @@ from mtpconv.store.fp8_tensors import SCALE
 from mtpconv.store.hf import HfCheckpoint, open_hf
 from mtpconv.store.hf_writer import index_bytes, make_header, write_shard
 from mtpconv.store.manifest import Manifest
+from mtpconv.store.other_files import OtherFiles
 from mtpconv.store.places import places_read
 from mtpconv.store.source import (
     FOLDER,
     carried_folder,
+    files_beside,
     quantised_folder,
     write_bytes,
     write_source,
@@ -90,6 +94,8 @@ class HfToMcore:
     args: Mapping[str, Any]
     #: what Megatron cannot be told about the model
     gaps: tuple[str, ...]
+    #: files that travel, and those that stay behind
+    others: OtherFiles
     fp8: Fp8 = "keep"
 
     @property
@@ -132,6 +138,7 @@ class HfToMcore:
         copies = sum(self.content.tensors[c.hf].nbytes for c in self.plan.copies)
         if self.fp8 == "keep":
             carried += sum(spec.nbytes for spec in self.kept.values())
+        carried += sum((self.hf.path / f).stat().st_size for f in self.others.travel)
         padding = sum(
             self.content.tensors[s.hf[0]].nbytes * s.shape[0] // max(s.specs[0].shape[0], 1)
             - self.content.tensors[s.hf[0]].nbytes
@@ -161,7 +168,7 @@ def plan_hf2mcore(
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError.
     """
     mode = fp8_mode(fp8)
-    hf = open_hf(source)
+    hf = _open(source)
     require_sound(hf)
     if hf.config is None:
         raise UnreadableError(f"{source}: has no config.json; it says what the model is")
@@ -199,8 +206,20 @@ def plan_hf2mcore(
         tuple(n for n in tensors if n not in plan.hf and is_carried(table, n)),
         args,
         tuple(gaps),
+        files_beside(hf),
         mode,
     )
+
+
+def _open(source: Path) -> HfCheckpoint:
+    try:
+        return open_hf(source)
+    except UnreadableError:
+        if is_torch_dist(source):
+            raise UsageError(
+                f"{source}: is a Megatron checkpoint; mcore2hf converts it to HuggingFace"
+            ) from None
+        raise
 
 
 def _rows(plan: Plan) -> int | None:
@@ -269,7 +288,7 @@ def hf2mcore(
     started = time.monotonic()
     progress, ranks = progress or Progress(), ranks or Ranks()
     check_target(target, places_read(source, mapping, links=False), overwrite=overwrite)
-    snapshot = Snapshot(files_of(source))
+    snapshot = Snapshot(files_below(source))
     work = plan_hf2mcore(
         source, mapping=mapping, layout=layout, drop_mtp=drop_mtp, fp8=fp8, pad_vocab=pad_vocab
     )
@@ -350,7 +369,7 @@ def _write_saved(
     manifest = Manifest(
         hf.path, "hf", described, {n: known[n] for n in described}, config or hf.config
     )
-    write_source(hf, saved, manifest, shards)
+    write_source(hf, saved, manifest, shards, work.others)
     if config is not None:
         write_bytes(saved / "files" / "config.json", config_bytes(config))
     if hf.index_name is not None and dict(shards) != dict(hf.shards):
@@ -398,6 +417,7 @@ def _outcome(
     dry_run: bool = False,
 ) -> Outcome:
     notes = [f"Megatron cannot be told: {gap}" for gap in work.gaps]
+    notes += file_notes(work.others)
     if work.plan.table.needs:
         notes.append(f"to load it, Megatron-Core needs {work.plan.table.needs}")
     discarded = work.discarded
@@ -425,6 +445,7 @@ def _outcome(
         verified=verified,
         dry_run=dry_run,
         carried=carried,
+        left_behind=tuple(work.others.left),
         notes=tuple(notes),
         steps=(*import_steps(work.content, work.fp8), *import_arithmetic(work.plan)),
     )

@@ -29,11 +29,12 @@ from mtpconv.convert.journal import Done
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
 from mtpconv.convert.ranks import Ranks, deal
+from mtpconv.convert.remarks import Since, carried_notes, file_notes, since
 from mtpconv.convert.shards import shard_is_whole, write_shard
 from mtpconv.convert.snapshot import Snapshot, files_of
 from mtpconv.convert.target import check_space, check_target
-from mtpconv.convert.verify import require_accepted, verify_digests
-from mtpconv.errors import RefusedError, UsageError
+from mtpconv.convert.verify import require_accepted, require_crcs, verify_digests
+from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError, UsageError
 from mtpconv.mapping.check import check_plan, is_carried
 from mtpconv.mapping.layouts import detect_layout
 from mtpconv.mapping.plan import make_plan
@@ -42,10 +43,12 @@ from mtpconv.ranges import compress
 from mtpconv.store.arithmetic import Undone
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Pieced
+from mtpconv.store.crc_check import CrcCheck
 from mtpconv.store.crew import Crew
 from mtpconv.store.dist_folder import COMMON, CONFIG, METADATA, find_folder
 from mtpconv.store.fp8_tensors import SCALE
 from mtpconv.store.hf import open_hf
+from mtpconv.store.hf_index import INDEX_NAME
 from mtpconv.store.hf_writer import index_bytes, make_headers
 from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.legacy_file import NAME as RANK_FILE
@@ -59,8 +62,18 @@ DESCRIPTIONS = frozenset({METADATA, CONFIG, COMMON})
 
 
 def checkpoint_files(source: Path) -> list[Path]:
-    """The files of a Megatron checkpoint that are read."""
-    folder, _, _ = find_folder(source)
+    """The files of a Megatron checkpoint that are read.
+
+    Raises: UnreadableError if there is none; UsageError if it is an HF folder.
+    """
+    try:
+        folder, _, _ = find_folder(source)
+    except UnreadableError:
+        if any(p.name.endswith((".safetensors", INDEX_NAME)) for p in files_of(source)):
+            raise UsageError(
+                f"{source}: is a HuggingFace folder; hf2mcore converts it to Megatron"
+            ) from None
+        raise
     wanted = [p for p in files_of(folder) if p.suffix == ".distcp" or p.name in DESCRIPTIONS]
     return [*wanted, *sorted(folder.glob(f"mp_rank_*/{RANK_FILE}"))]
 
@@ -188,19 +201,23 @@ def mcore2hf(
     check_target(target, places_read(source, like, mapping, links=False), overwrite=overwrite)
     snapshot = Snapshot(checkpoint_files(source))
     work = plan_mcore2hf(source, like=like, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8)
+    beside = Snapshot(work.source.files_read)
     reads = places_read(source, like, work.source.path, mapping)
     if dry_run:
         check_target(target, reads, overwrite=overwrite)
         check_space(target, work.disk)
         return _outcome(work, source, target, dry_run=True)
+    crcs = CrcCheck(work.view.checkpoint.sealed() if verify else {})
     with (
         Output(
             target, reads, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
         ) as out,
-        Crew(jobs) as crew,
+        Crew(jobs, on_read=crcs.saw) as crew,
     ):
         mine = _write_shards(work, out, snapshot.digest, crew, progress, digest=verify)
         digests = {n: d for found in ranks.gather("written", mine) for n, d in found.items()}
+        if verify:
+            require_crcs(crcs, ranks, crew.jobs)
         if ranks.is_first:
             _write_rest(work, out.folder)
         ranks.gather("described", None)
@@ -211,30 +228,26 @@ def mcore2hf(
             require_accepted([h.file for h in written.shards.values()])
             verify_digests(written, specs, digests, progress, ranks=ranks, jobs=crew.jobs)
         snapshot.require_unchanged()
+        beside.require_unchanged()
         ranks.gather("verified", None)
         if ranks.is_first:
             out.commit()
-    known = work.source.manifest
-    unchanged = None
-    if known and verify:
-        computed = computed_names(work.undone)
-        same = (known.digests.get(n) == d for n, d in digests.items() if n not in computed)
-        unchanged = sum(same)
+    changes = None
+    if work.source.manifest and verify:
+        plan, computed = work.view.plan, computed_names(work.undone)
+        specs = work.content.tensors
+        changes = since(work.source.manifest, digests, specs, plan, computed)
     return _outcome(
-        work,
-        source,
-        target,
-        seconds=time.monotonic() - started,
-        verified=verify,
-        unchanged=unchanged,
-    )
+        work, source, target, seconds=time.monotonic() - started, verified=verify,
+        changes=changes, unsealed=crcs.unsealed,
+    )  # fmt: skip
 
 
 def _write_rest(work: McoreToHf, folder: Path) -> None:
     """Every file that is no shard; the index comes last."""
     index = work.source.index_name
-    if index is None and len(work.headers) > 1:
-        index = "model.safetensors.index.json"
+    if not work.source.headers and len(work.headers) > 1:
+        index = INDEX_NAME
     for name in work.source.files:
         if name not in ("config.json", index):
             copy_file(work.source.files_root / name, folder / name)
@@ -252,6 +265,8 @@ def _write_rest(work: McoreToHf, folder: Path) -> None:
 
 def _require_whole(view: HfView, source: Path, *, drop_mtp: bool) -> None:
     """Both sides hold the same tensors; with `drop_mtp`, MTP apart and nothing else."""
+    for line in view.remarks(ours=True):  # somebody else's tensors, by name
+        raise UnsupportedError(line)
     if view.missing:
         mtp = [n for n in view.missing if is_mtp_name(view.plan, n)]
         hint = f"; the config promises MTP: take a checkpoint that has it, {DROP_HINT}"
@@ -345,18 +360,27 @@ def _outcome(
     seconds: float = 0.0,
     verified: bool = False,
     dry_run: bool = False,
-    unchanged: int | None = None,
+    changes: Since | None = None,
+    unsealed: int = 0,
 ) -> Outcome:
     plan = work.view.plan
     names = work.names
-    notes = []
+    notes = [*file_notes(work.source.others)]
     if work.drop_mtp:
         notes.append("MTP was left out as asked; the config now says 0")
     stored = work.view.checkpoint
     if isinstance(stored, MegatronCheckpoint) and stored.ignored:
         notes.append(f"optimizer state ({stored.ignored} entries) has no place in HF: left out")
+    notes += work.view.remarks(ours=find_source(work.view.path) is not None)
     if not work.same_files:
         notes.append("shards were laid out anew; file hashes differ from the original's")
+    if unsealed:
+        notes.append(
+            f"{unsealed} records were saved without a CRC-32: flipped bits in them cannot be seen"
+        )
+    if changes and changes.stale:
+        notes.append(changes.stale)
+    notes += carried_notes(work.source.carried, work.view.plan, names, changes)
     return Outcome(
         direction="mcore2hf",
         source=source,
@@ -366,13 +390,16 @@ def _outcome(
         nbytes=sum(work.content.tensors[n].nbytes for n in names),
         mtp_depths=0 if work.drop_mtp else plan.geometry.depths,
         mtp_tensors=sum(is_mtp_name(plan, n.removesuffix(SCALE)) for n in names),
-        layout=work.view.layout.name,
+        layout=work.view.dialect,
         disk=work.disk,
         memory=BASE_MEMORY + MEMORY_PER_TENSOR * len(names),
         seconds=seconds,
         verified=verified,
         dry_run=dry_run,
-        unchanged=unchanged,
+        unchanged=changes.unchanged if changes else None,
+        unchanged_mtp=changes.unchanged_mtp if changes else None,
+        changed=changes.changed if changes else (),
+        left_behind=tuple(work.source.others.left),
         notes=tuple(notes),
         steps=(
             *export_steps(work.content, work.fp8),

@@ -40,7 +40,13 @@ class Outcome:
     dry_run: bool = False
     #: tensors whose digest equals the manifest that travelled along, None without one
     unchanged: int | None = None
+    #: those of MTP among them
+    unchanged_mtp: int | None = None
+    #: names of tensors with another digest, in ranges
+    changed: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    #: files of the HF folder that did not travel
+    left_behind: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     steps: tuple[NamedStep, ...] = ()
     files: tuple[str, ...] = field(default_factory=tuple)

@@ -9,6 +9,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from mtpconv.errors import UnreadableError
+from mtpconv.store.other_files import other_files
 
 _State = tuple[int, int]
 
@@ -56,6 +57,14 @@ def files_of(folder: Path) -> list[Path]:
         with os.scandir(folder) as entries:
             return sorted(Path(e.path) for e in entries if e.is_file())
     except OSError:
+        return []  # whoever reads the folder says what is wrong with it
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Every file of an HF folder, links followed; nothing if it is not a readable folder."""
+    try:
+        return [folder / name for name in other_files(folder, ()).travel]
+    except UnreadableError:
         return []  # whoever reads the folder says what is wrong with it
 
 

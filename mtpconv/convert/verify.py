@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mtpconv.convert.ranks import Ranks, share
-from mtpconv.errors import RefusedError
+from mtpconv.errors import RefusedError, UnreadableError
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
 from mtpconv.store.checkpoint import Checkpoint
 from mtpconv.store.content import Pieced
+from mtpconv.store.crc_check import CrcCheck
 from mtpconv.store.digest import digest_tensors
 from mtpconv.tensors import TensorSpec
 
@@ -31,6 +32,20 @@ def require_accepted(shards: Iterable[Path]) -> None:
                 f"verification: the safetensors library does not open {path.name}: {error}; "
                 "nothing was kept, please report this"
             ) from error
+
+
+def require_crcs(check: CrcCheck, ranks: Ranks, jobs: int) -> None:
+    """Every record of the source has its CRC-32; what no rank has read whole is read here.
+
+    Raises: UnreadableError naming file and tensor.
+    """
+    rests = ranks.gather("crcs", check.rest)
+    rest = sorted(set(rests[0]).intersection(*rests[1:]))
+    check.read(share(rest, check.nbytes, ranks), jobs)
+    broken = check.broken
+    if broken:
+        more = f" (and {len(broken) - 1} more records)" if len(broken) > 1 else ""
+        raise UnreadableError(f"{broken[0].fault}{more}; --no-verify converts what is there")
 
 
 def verify_digests(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self, TypeVar
 
-from mtpconv.store.files import BLOCK, Files
+from mtpconv.store.files import BLOCK, Files, OnRead
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,9 +26,13 @@ def default_jobs() -> int:
 
 
 class Crew:
-    """`jobs` threads, each with open files of its own; with one job no thread is started."""
+    """`jobs` threads, each with open files of its own; with one job no thread is started.
 
-    def __init__(self, jobs: int | None = None) -> None:
+    `on_read` is told by all of them of what is read from files.
+    """
+
+    def __init__(self, jobs: int | None = None, on_read: OnRead | None = None) -> None:
+        self._on_read = on_read
         self.jobs = jobs or default_jobs()
         self._pool = ThreadPoolExecutor(self.jobs) if self.jobs > 1 else None
         self._own = threading.local()
@@ -65,7 +69,7 @@ class Crew:
     def _run(self, work: Callable[[Item, Files], Result], item: Item) -> Result:
         files = getattr(self._own, "files", None)
         if files is None:
-            files = self._own.files = Files()
+            files = self._own.files = Files(on_read=self._on_read)
             self._files.append(files)
         return work(item, files)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, Self
@@ -24,13 +24,19 @@ class Computed(Protocol):
 
 #: What pieces and runs point into.
 Store = Path | Computed
+#: Called with a file, a place in it and the bytes that were read from there.
+OnRead = Callable[[Path, int, memoryview], None]
 
 
 class Files:
-    """A bounded pool of open files and of buffers; for one thread."""
+    """A bounded pool of open files and of buffers; for one thread.
 
-    def __init__(self, limit: int = 64) -> None:
+    `on_read` is told of everything that is read from a file, with the bytes.
+    """
+
+    def __init__(self, limit: int = 64, on_read: OnRead | None = None) -> None:
         self._limit = limit
+        self._on_read = on_read
         self._open: OrderedDict[Path, int] = OrderedDict()
         self._buffers: list[bytearray] = []
 
@@ -81,6 +87,8 @@ class Files:
                 done += got
         except OSError as error:
             raise UnreadableError(f"{path}: {error.strerror} at byte {start}") from error
+        if self._on_read is not None:
+            self._on_read(path, start, view)
 
     @contextmanager
     def buffer(self, size: int) -> Iterator[memoryview]:

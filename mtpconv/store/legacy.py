@@ -16,6 +16,7 @@ from typing import Any
 from mtpconv.errors import UnreadableError, UnsupportedError
 from mtpconv.store.checkpoint import Chunk, Problem
 from mtpconv.store.content import Files
+from mtpconv.store.crc import Sealed, SealedFile
 from mtpconv.store.dist_folder import Iteration, find_folder
 from mtpconv.store.legacy_file import NAME, Placed, RankFile, read_rank
 from mtpconv.store.legacy_names import Cut, Place, cut_of, place_of
@@ -53,10 +54,15 @@ class LegacyCheckpoint:
         #: tensors of the optimizer state that were left out
         self.ignored = 0
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        self._sealed: Sealed = {}
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         """One chunk per rank that holds a part; two where gate and up are cut apart."""
         return self._chunks[name]
+
+    def sealed(self) -> Sealed:
+        """Where the CRC-32 of which bytes is stored."""
+        return self._sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +225,11 @@ def _merge(found: LegacyCheckpoint, key: str, parts: list[_Part], files: Files) 
                 )
             )
     ordered = [by_rank[at] for at in sorted(by_rank)]
+    for part in ordered:
+        placed = part.placed
+        found._sealed.setdefault(placed.file, SealedFile()).add(
+            key, placed.storage_start, placed.stored.storage_bytes, placed.crc
+        )
     wanted = 1 if ordered[0].cut == "whole" else ordered[0].ways
     if len(ordered) != wanted:
         raise UnreadableError(

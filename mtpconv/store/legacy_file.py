@@ -34,11 +34,16 @@ _MODEL = re.compile(r"model(\d*)")
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor of one rank: `stored` describes it, its bytes begin at `start` of `file`."""
+    """A tensor of one rank: `stored` describes it, its bytes begin at `start` of `file`.
+
+    They are in the storage that begins at `storage_start` and has the CRC-32 `crc`.
+    """
 
     file: Path
     start: int
     stored: StoredTensor
+    storage_start: int
+    crc: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ def _placed(model: Any, archive: Archive, file: Path, where: str) -> dict[str, P
                 f"{where}: {name[:200]} should have {stored.storage_bytes:,} bytes of data and "
                 f"has {entry.size if entry else 0:,}; the file is corrupt, copy it again"
             )
-        found[name] = Placed(file, entry.start + stored.view_start, stored)
+        found[name] = Placed(file, entry.start + stored.view_start, stored, entry.start, entry.crc)
     return found
 
 

@@ -48,12 +48,18 @@ class Frame:
         """Bytes of the whole record."""
         return len(self.prefix) + self.nbytes + len(self.suffix)
 
-    def surrounds(self, fd: int, offset: int) -> bool:
-        """Whether the record at `offset` of an open file is this one, whatever its data."""
+    def crc_of(self, fd: int, offset: int) -> int | None:
+        """The CRC-32 in the record at `offset` of an open file; None if it is another record.
+
+        Law: a record is this one whatever its data.
+        """
         start, end = offset + len(self.prefix), offset + self.length - len(self.suffix)
-        return _is_same(
-            os.pread(fd, start - offset, offset), self.prefix, self.crc_in_prefix
-        ) and _is_same(os.pread(fd, len(self.suffix), end), self.suffix, self.crc_in_suffix)
+        if not _is_same(os.pread(fd, start - offset, offset), self.prefix, self.crc_in_prefix):
+            return None
+        suffix = os.pread(fd, len(self.suffix), end)
+        if not _is_same(suffix, self.suffix, self.crc_in_suffix):
+            return None
+        return int.from_bytes(suffix[self.crc_in_suffix : self.crc_in_suffix + 4], "little")
 
     def sealed(self, crc: int) -> tuple[bytes, bytes]:
         """Prefix and suffix with the CRC-32 of the data filled in."""

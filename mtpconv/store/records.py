@@ -40,12 +40,18 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A tensor record: its bytes are `nbytes` from `start` of the file."""
+    """A tensor record: its bytes are `nbytes` from `start` of the file.
+
+    They may be a part of what is stored: `stored` bytes from `stored_start`, with CRC-32 `crc`.
+    """
 
     dtype: str
     shape: Shape
     start: int
     nbytes: int
+    stored_start: int
+    stored: int
+    crc: int
 
 
 class RecordReader:
@@ -80,8 +86,11 @@ class RecordReader:
                 f"{where} should hold {stored.storage_bytes:,} bytes of data and holds "
                 f"{entry.size if entry else 0:,}; the file is corrupt, copy it again"
             )
-        start = offset + entry.start + stored.view_start
-        return Record(stored.dtype, stored.shape, start, stored.view_bytes)
+        start = offset + entry.start
+        return Record(
+            stored.dtype, stored.shape, start + stored.view_start, stored.view_bytes,
+            start, entry.size, entry.crc,
+        )  # fmt: skip
 
 
 def read_tensor_pickle(data: bytes, where: str) -> StoredTensor:

@@ -64,8 +64,10 @@ def read_header(path: Path) -> ShardHeader:
     return parse_header(raw, size, path)
 
 
-def parse_header(raw: bytes, size: int, path: Path) -> ShardHeader:
+def parse_header(raw: bytes, size: int | None, path: Path) -> ShardHeader:
     """Parses a header; `raw` is the 8-byte length with the JSON, `size` the file's length.
+
+    Without `size` the payload is as long as the header says: its file is elsewhere.
 
     Raises: UnreadableError if the header is malformed or does not tile the payload.
     """
@@ -81,6 +83,8 @@ def parse_header(raw: bytes, size: int, path: Path) -> ShardHeader:
         name = sys.intern(name)
         tensors[name], offsets[name] = specs.setdefault(spec, spec), span
     order = tuple(sorted(offsets, key=offsets.__getitem__))
+    if size is None:
+        size = len(raw) + max((end for _, end in offsets.values()), default=0)
     _check_tiling(order, offsets, size - len(raw), path)
     return ShardHeader(path, raw, size, metadata, tensors, offsets, order)
 

@@ -1,8 +1,9 @@
 """What travels with a Megatron checkpoint so that the same HF files can come back.
 
-The folder `hf_source` beside `release/` holds every file of the HF folder that is no weights,
-byte for byte; the exact header bytes of every shard; a manifest of all tensors; and tensors
-that have no place in Megatron. An HF folder itself can stand in for it (`--like`).
+The folder `hf_source` beside `release/` holds the files of the HF folder that are no shards,
+byte for byte, and a list of those that stayed behind; the exact header bytes of every shard; a
+manifest of all tensors; and tensors that have no place in Megatron. An HF folder itself can
+stand in for it (`--like`).
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mtpconv.errors import UnreadableError, WriteError
 from mtpconv.store.checkpoint import require_sound
+from mtpconv.store.dist_folder import find_folder, read_bounded
 from mtpconv.store.hf import HfCheckpoint, open_hf
+from mtpconv.store.hf_index import find_index, outside, parse_index
 from mtpconv.store.json_text import read_json
 from mtpconv.store.manifest import Manifest, read_manifest, write_manifest
-from mtpconv.store.safetensors_header import ShardHeader, parse_header
+from mtpconv.store.other_files import OtherFiles, other_files
+from mtpconv.store.safetensors_header import MAX_HEADER_BYTES, ShardHeader, parse_header
 
 FOLDER = "hf_source"
 _FILES, _HEADERS, _MANIFEST, _CARRIED = "files", "headers", "manifest.json", "carried"
-_QUANTISED = "quantised"
+_QUANTISED, _LEFT = "quantised", "left_behind.json"
 #: Saved headers must not look like shards to anybody who searches for `*.safetensors`.
 _HEADER = ".header"
-#: Weights in other formats: large, not converted, and named in the report when left behind.
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
-_SKIPPED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class HfSource:
     path: Path
     files_root: Path
     config: dict[str, Any]
-    #: files that are no weights, by path below `files_root`
-    files: tuple[str, ...]
+    #: the files below `files_root` that are no shards, and what stayed behind
+    others: OtherFiles
     #: parsed headers in shard order; their `file` need not exist
     headers: Mapping[str, ShardHeader]
     carried: HfCheckpoint | None = None
@@ -48,6 +49,17 @@ class HfSource:
     index_name: str | None = None
     #: FP8 codes and scales as they were; None if they did not travel
     quantised: HfCheckpoint | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Files that are no shards, by path below `files_root`."""
+        return self.others.travel
+
+    @property
+    def files_read(self) -> tuple[Path, ...]:
+        """Every file whose bytes an export may read."""
+        tensors = (h.file for c in (self.carried, self.quantised) if c for h in c.shards.values())
+        return (*(self.files_root / f for f in self.files), *tensors)
 
     @property
     def names(self) -> frozenset[str]:
@@ -60,7 +72,7 @@ def source_of_hf(hf: HfCheckpoint) -> HfSource:
     if hf.config is None:
         raise UnreadableError(f"{hf.path}: has no config.json; it says what the model is")
     return HfSource(
-        hf.path, hf.path, hf.config, tuple(other_files(hf.path)), hf.shards,
+        hf.path, hf.path, hf.config, files_beside(hf), hf.shards,
         index_name=hf.index_name, quantised=hf,
     )  # fmt: skip
 
@@ -70,43 +82,78 @@ def read_source(path: Path) -> HfSource:
 
     Raises: UnreadableError or RefusedError if it is none of these or damaged.
     """
-    for folder in (path, path / FOLDER, path.parent / FOLDER):
-        if (folder / _HEADERS).is_dir():
-            return _read_saved(folder)
+    if (path / _HEADERS).is_dir():
+        return _read_saved(path)
+    saved = find_source(path)
+    if saved is not None:
+        return saved
     if not (path / "config.json").is_file():
         raise UnreadableError(
             f"{path}: neither a HuggingFace folder nor a checkpoint with {FOLDER}/; "
             "pass the original HuggingFace folder with --like"
         )
-    if any(p.suffix == ".safetensors" for p in path.iterdir()):
+    if _has_shards(path):
         hf = open_hf(path)
         require_sound(hf)
         return source_of_hf(hf)
-    return HfSource(path, path, _config(path), tuple(other_files(path)), {})
+    others = other_files(path, (), FOLDER)
+    # Shards are laid out anew, and no index of others must come along.
+    index, more = find_index(path)
+    travel = (n for n in others.travel if n != index and n not in more)
+    return HfSource(path, path, _config(path), replace(others, travel=tuple(travel)), {})
 
 
 def find_source(path: Path) -> HfSource | None:
-    """The `hf_source` of a torch_dist checkpoint (parent or iteration folder), if it has one."""
-    for folder in (path / FOLDER, path.parent / FOLDER):
-        if (folder / _HEADERS).is_dir():
-            return _read_saved(folder)
+    """The `hf_source` of a Megatron checkpoint (parent or iteration folder), if it has one.
+
+    It lies in the folder, beside it, or beside the iteration folder that is meant, which may be
+    a link to elsewhere.
+    """
+    for folder in _places(path):
+        if (folder / FOLDER / _HEADERS).is_dir():
+            return _read_saved(folder / FOLDER)
     return None
 
 
+def _places(path: Path) -> Iterator[Path]:
+    yield path
+    try:
+        iteration = find_folder(path)[0]
+    except UnreadableError:
+        iteration = path  # the source may be there without its checkpoint
+    if iteration.name not in ("", ".."):  # the parent of `.` is `.`
+        yield iteration.parent
+    try:
+        yield iteration.resolve().parent
+    except (OSError, RuntimeError):
+        return  # a link to itself
+
+
+def files_beside(hf: HfCheckpoint) -> OtherFiles:
+    """The files of an HF folder that are no shards. Raises: as `other_files`."""
+    return other_files(hf.path, hf.shards, FOLDER)
+
+
 def write_source(
-    hf: HfCheckpoint, folder: Path, manifest: Manifest, shards: Mapping[str, ShardHeader]
-) -> list[str]:
-    """Save everything but the weights of an HF folder; returns names of weights left behind.
+    hf: HfCheckpoint,
+    folder: Path,
+    manifest: Manifest,
+    shards: Mapping[str, ShardHeader],
+    others: OtherFiles,
+) -> None:
+    """Save everything but the weights of an HF folder, and what stayed behind by name.
 
     Raises: WriteError.
     """
     (folder / _HEADERS).mkdir(parents=True)
     for name, header in shards.items():
         write_bytes(folder / _HEADERS / f"{name}{_HEADER}", header.raw)
-    for name in other_files(hf.path):
+    for name in others.travel:
         copy_file(hf.path / name, folder / _FILES / name)
+    if others.left:
+        text = json.dumps({"left_behind": others.left}, indent=1)
+        write_bytes(folder / _LEFT, text.encode() + b"\n")
     write_manifest(manifest, folder / _MANIFEST)
-    return [n for n in _walk(hf.path) if n.endswith(OTHER_WEIGHTS)]
 
 
 def carried_folder(folder: Path) -> Path:
@@ -119,18 +166,16 @@ def quantised_folder(folder: Path) -> Path:
     return folder / _QUANTISED
 
 
-def other_files(path: Path) -> Iterator[str]:
-    """Files of an HF folder that are no weights, sorted, as paths below it."""
-    for name in _walk(path):
-        if not name.endswith((".safetensors", *OTHER_WEIGHTS)):
-            yield name
-
-
 def copy_file(source: Path, target: Path) -> None:
-    """Copy one file and fsync it. Raises: WriteError."""
+    """Copy one file, executable if it was, and fsync it. Raises: WriteError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
+        mode = target.stat().st_mode
+        # As the umask has it: whoever may read may also run.
+        runs = source.stat().st_mode & 0o111 & (mode & 0o444) >> 2
+        if runs:
+            target.chmod(mode | runs)
         sync(target)
     except OSError as error:
         raise WriteError(f"{target}: cannot be written: {error.strerror}") from error
@@ -155,12 +200,15 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def _walk(path: Path) -> Iterator[str]:
-    found = []
-    for root, folders, names in os.walk(path, followlinks=False):
-        folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and f != FOLDER]
-        found += [str((Path(root) / n).relative_to(path)) for n in names]
-    yield from sorted(n for n in found if (path / n).is_file())
+def _has_shards(path: Path) -> bool:
+    """Whether any shard is there, beside the config or where an index says."""
+    if any(p.suffix == ".safetensors" for p in path.iterdir()):
+        return True
+    name, _ = find_index(path)
+    if name is None:
+        return False
+    named = set(parse_index(read_json(path / name), name).weight_map.values())
+    return any((path / file).is_file() for file in named if not outside(file))
 
 
 def _config(root: Path) -> dict[str, Any]:
@@ -172,31 +220,52 @@ def _config(root: Path) -> dict[str, Any]:
 
 def _read_saved(folder: Path) -> HfSource:
     files_root = folder / _FILES
-    headers = {}
-    for entry in sorted((folder / _HEADERS).iterdir()):
-        raw = entry.read_bytes()
-        name = entry.name.removesuffix(_HEADER)
-        headers[name] = parse_header(raw, len(raw) + _payload(raw), entry)
-    carried = open_hf(folder / _CARRIED) if (folder / _CARRIED).is_dir() else None
-    names = tuple(_walk(files_root))
+    others = replace(other_files(files_root, ()), left=_read_left(folder / _LEFT))
+    manifest = folder / _MANIFEST
+    carried = _read_tensors(folder / _CARRIED)
+    if carried is not None:
+        require_sound(carried)
     return HfSource(
         folder,
         files_root,
         _config(files_root),
-        names,
-        headers,
+        others,
+        _read_headers(folder / _HEADERS),
         carried,
-        read_manifest(folder / _MANIFEST) if (folder / _MANIFEST).is_file() else None,
-        next((n for n in names if n.endswith(".safetensors.index.json") and "/" not in n), None),
-        open_hf(folder / _QUANTISED) if (folder / _QUANTISED).is_dir() else None,
+        read_manifest(manifest) if os.path.lexists(manifest) else None,
+        find_index(files_root)[0],
+        _read_tensors(folder / _QUANTISED),
     )
 
 
-def _payload(raw: bytes) -> int:
-    """Payload bytes that a saved header describes, without its shard."""
-    try:
-        entries = json.loads(raw[8:])
-        ends = (e["data_offsets"][1] for n, e in entries.items() if n != "__metadata__")
-        return max(ends, default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return 0  # parse_header says what is wrong
+def _read_headers(folder: Path) -> dict[str, ShardHeader]:
+    """Saved headers by the names of their shards."""
+    found = {}
+    names = other_files(folder, ())
+    for name in sorted({*names.travel, *names.left}):
+        path = folder / name
+        if not name.endswith(_HEADER):
+            raise UnreadableError(f"{path}: is no header of a shard; copy {folder.parent} again")
+        try:
+            raw = read_bounded(path, 8 + MAX_HEADER_BYTES)
+        except UnreadableError as error:
+            raise UnreadableError(f"{path.parent}: {error}") from None
+        if len(raw) < 8 or int.from_bytes(raw[:8], "little") != len(raw) - 8:
+            raise UnreadableError(f"{path}: does not have the length it says; copy it again")
+        found[name.removesuffix(_HEADER)] = parse_header(raw, None, path)
+    return found
+
+
+def _read_tensors(folder: Path) -> HfCheckpoint | None:
+    """Tensors that travelled, None if none did."""
+    return open_hf(folder) if os.path.lexists(folder) else None
+
+
+def _read_left(path: Path) -> Mapping[str, str]:
+    if not os.path.lexists(path):
+        return {}
+    value = read_json(path).value
+    left = value.get("left_behind") if isinstance(value, dict) else None
+    if not isinstance(left, dict) or not all(type(reason) is str for reason in left.values()):
+        raise UnreadableError(f"{path}: is no list of files with reasons; copy it again")
+    return left

@@ -28,10 +28,14 @@ _MAX_DIRECTORY = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One file of an archive: its bytes start at `start`, counted from the archive's start."""
+    """One file of an archive: its bytes start at `start`, counted from the archive's start.
+
+    `crc` is the CRC-32 that the directory says they have; 0 if torch was told to leave it out.
+    """
 
     start: int
     size: int
+    crc: int
 
 
 class Archive:
@@ -111,7 +115,7 @@ class Archive:
         root = None
         at = 0
         for _ in range(count):
-            sign, _, _, flags, method, *_, stored, size = _CENTRAL.unpack_from(data, at)[:10]
+            sign, _, _, flags, method, _, _, crc, stored, size = _CENTRAL.unpack_from(data, at)[:10]
             name_size, extra_size, comment_size, *_, header = _CENTRAL.unpack_from(data, at)[10:]
             at += _CENTRAL.size
             raw_name = data[at : at + name_size]
@@ -134,7 +138,7 @@ class Archive:
             root = folder if root is None else root
             if folder != root or tail in entries:
                 raise self._bad(f"holds {name[:80]!r}, which torch.save does not write")
-            entries[tail] = Entry(body, size)
+            entries[tail] = Entry(body, size, crc)
         return entries
 
     def _wide(self, extra: bytes, *narrow: int) -> tuple[int, int, int]:
