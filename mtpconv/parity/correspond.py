@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtpconv.parity.glue import glue_of
+from mtpconv.parity.families import respelled
 from mtpconv.parity.settings import Settings
 
 #: Joins HF tensors into the Megatron tensor.
@@ -55,6 +55,8 @@ def grouped_qkv(settings: Settings) -> Join:
 #: Module tensor of a Megatron layer -> HF tensors of the same layer.
 _LAYER: dict[str, tuple[str, ...]] = {
     "input_layernorm.weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
+    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
     "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
@@ -87,6 +89,13 @@ _LAYER: dict[str, tuple[str, ...]] = {
     },
 }  # fmt: skip
 
+#: With multi-latent attention.
+_LATENT = {
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
+}
+
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight$")
 _GROUPED = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)$")
 
@@ -99,28 +108,23 @@ _ROOT = {
 
 def layer_expected(settings: Settings, name: str, prefix: str) -> Expected | None:
     """What `name` of a Megatron layer should hold, its HF tensors under `prefix`."""
-    mixtral = settings.geometry.model_type == "mixtral"
     found = _EXPERT.match(name)
     grouped = _GROUPED.match(name)
     if found or grouped:
         number, half = found.groups() if found else grouped.group(2, 1)  # type: ignore[union-attr]
-        experts = "block_sparse_moe.experts" if mixtral else "mlp.experts"
-        first, second = (("w1", "w3"), ("w2",)) if mixtral else _GATED
-        parts = first if half == "1" else second
-        names = tuple(f"{prefix}{experts}.{number}.{part}.weight" for part in parts)
-        return Expected(name, names, concatenated)
-    tails = _LAYER.get(name)
-    if settings.mla and name == "self_attention.q_layernorm.weight":
-        tails = ("self_attn.q_a_layernorm.weight",)
-    if tails is None:
+        parts = ("gate_proj", "up_proj") if half == "1" else ("down_proj",)
+        tails = tuple(f"mlp.experts.{number}.{part}.weight" for part in parts)
+    elif settings.mla and name in _LATENT:
+        tails = (_LATENT[name],)
+    elif name in _LAYER:
+        tails = _LAYER[name]
+    else:
         return None
-    if mixtral:
-        tails = tuple(t.replace("mlp.gate", "block_sparse_moe.gate") for t in tails)
-    join = grouped_qkv(settings) if "linear_qkv" in name else concatenated
+    if "expert" in name or "router" in name:
+        tails = tuple(respelled(tail, settings.family.spelled) for tail in tails)
+    query_groups = "linear_qkv" in name and "norm" not in name
+    join = grouped_qkv(settings) if query_groups else concatenated
     return Expected(name, tuple(prefix + tail for tail in tails), join)
-
-
-_GATED = (("gate_proj", "up_proj"), ("down_proj",))
 
 
 def expected(settings: Settings, name: str) -> Expected | None:
@@ -135,7 +139,7 @@ def expected(settings: Settings, name: str) -> Expected | None:
     if depth is None:
         return None
     number, tail = depth.groups()
-    glue = glue_of(settings.geometry)
+    glue = settings.family
     prefix = glue.at(settings.geometry, int(number))
     inner = tail.removeprefix("transformer_layer.")
     if inner != tail:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpconv.errors import RefusedError, UnreadableError
+from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
 from mtpconv.geometry import Geometry, read_geometry
 from mtpconv.parity import runtime
-from mtpconv.parity.glue import Glue, glue_of
+from mtpconv.parity.families import FAMILIES, Family, family_of
 from mtpconv.parity.hf_weights import HfWeights, module_state
 
 #: What the constructors of transformers raise for a config that does not fit together.
@@ -36,15 +36,15 @@ class Depth:
     block: Any
     final_norm: Any
     prefix: str
-    glue: Glue
+    family: Family
 
     def units(self) -> Iterator[tuple[Any, str]]:
         """Each module with its prefix on disk."""
-        yield self.enorm, f"{self.prefix}{self.glue.enorm}."
-        yield self.hnorm, f"{self.prefix}{self.glue.hnorm}."
-        yield self.eh_proj, f"{self.prefix}{self.glue.eh_proj}."
+        yield self.enorm, f"{self.prefix}{self.family.enorm}."
+        yield self.hnorm, f"{self.prefix}{self.family.hnorm}."
+        yield self.eh_proj, f"{self.prefix}{self.family.eh_proj}."
         yield self.block, self.prefix
-        yield self.final_norm, f"{self.prefix}{self.glue.final_norm}."
+        yield self.final_norm, f"{self.prefix}{self.family.final_norm}."
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,22 @@ class HfModel:
             self.weights.close()
 
 
+def hf_config(config: Mapping[str, Any]) -> Any:
+    """Transformers' config object; a family it does not know runs as the one that equals it.
+
+    Raises: UnsupportedError if transformers has no such model.
+    """
+    from transformers import AutoConfig
+
+    name = str(config["model_type"])
+    runs_as = FAMILIES[name].runs_as if name in FAMILIES else None
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    try:
+        return AutoConfig.for_model(runs_as or name, **fields)
+    except ValueError as error:
+        raise UnsupportedError(f"transformers does not know {name}: {error}") from error
+
+
 def load_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfModel:
     """The whole model with its weights.
 
@@ -88,6 +104,7 @@ def load_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfMode
         try:
             trunk, info = AutoModelForCausalLM.from_pretrained(
                 folder,
+                config=hf_config(geometry.config),
                 dtype=getattr(torch, dtype),
                 attn_implementation="eager",
                 experts_implementation="eager",
@@ -113,11 +130,11 @@ def empty_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfMod
     """The model without any weights, on the meta device, for reading a layer at a time."""
     runtime.require("torch", "transformers")
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     weights, geometry = _open(folder)
     with _quiet():
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = hf_config(geometry.config)
         with torch.device("meta"):
             trunk = AutoModelForCausalLM.from_config(
                 config,
@@ -140,7 +157,7 @@ def unit_state(model: HfModel, module: Any, prefix: str) -> dict[str, Any]:
     assert model.weights is not None
     if prefix == "lm_head." and "lm_head.weight" not in model.weights:
         prefix = "model.embed_tokens."
-    return module_state(module, model.weights, prefix)
+    return module_state(module, model.weights, prefix, family_of(model.geometry).loaded)
 
 
 def trunk_units(model: HfModel) -> Iterator[tuple[Any, str]]:
@@ -204,7 +221,7 @@ def depth_hidden(model: HfModel, number: int, hidden: Any, following: Any) -> An
         return model.mtp_model.forward_layer(number, hidden, positions, None, input_ids=following)
     depth = model.depths[number]
     halves = [depth.enorm(model.decoder.embed_tokens(following)), depth.hnorm(hidden)]
-    if depth.glue.hidden_first:
+    if depth.family.hidden_first:
         halves.reverse()
     x = depth.eh_proj(torch.cat(halves, -1))
     out = depth.block(
@@ -238,7 +255,7 @@ def with_depths(
 ) -> HfModel:
     """The trunk with MTP depths whose weights are as their classes initialise them."""
     count = geometry.depths
-    glue = glue_of(geometry)
+    family = family_of(geometry)
     mtp_model = _transformers_mtp(trunk, count) if count else None
     depths = []
     for number in range(count):
@@ -247,7 +264,7 @@ def with_depths(
             modules = (layer.enorm, layer.hnorm, layer.eh_proj, layer.mtp_block, layer.post_norm)
         else:
             modules = _assemble(trunk, geometry, number)
-        depths.append(Depth(*modules, glue.at(geometry, number), glue))
+        depths.append(Depth(*modules, family.at(geometry, number), family))
     layer_class = type(trunk.get_decoder().layers[-1]).__name__
     reference = "transformers MtpModel" if mtp_model is not None else f"own, of {layer_class}"
     return HfModel(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mtpconv.errors import RefusedError, UnsupportedError
+from mtpconv.parity.families import Spelling, respelled
 from mtpconv.store.content import Files
 from mtpconv.store.hf import HfCheckpoint, open_hf
 
@@ -25,10 +26,6 @@ TORCH_DTYPES: Mapping[str, str] = {
 
 #: Spellings of the three matrices of an expert on disk: gate, up, down.
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-
-#: Module names of transformers 5 and what they are called on disk.
-#: Source: transformers 5.24 conversion_mapping.py, read 2026-11-29.
-RENAMED = (("mlp.", "block_sparse_moe."),)
 
 
 class HfWeights:
@@ -72,41 +69,33 @@ class HfWeights:
         self._files.close()
 
 
-def module_state(module: Any, weights: HfWeights, prefix: str) -> dict[str, Any]:
+def module_state(
+    module: Any, weights: HfWeights, prefix: str, spelling: Spelling = ()
+) -> dict[str, Any]:
     """Everything a module of transformers needs, as a state dict of CPU tensors.
 
-    The module's tensors lie under `prefix` on disk; they are cast to the module's dtypes.
+    The module's tensors lie under `prefix` on disk, respelled; they are cast to its dtypes.
 
     Raises: RefusedError if a tensor is not there; shapes are left to `load_state_dict`.
     """
     return {
-        name: _find(prefix + name, weights, wanted.dtype)
+        name: _find(prefix + name, respelled(prefix + name, spelling), weights, wanted.dtype)
         for name, wanted in module.state_dict().items()
     }
 
 
-def _find(name: str, weights: HfWeights, dtype: Any) -> Any:
-    candidates = list(_spellings(name))
-    for candidate in candidates:
+def _find(name: str, on_disk: str, weights: HfWeights, dtype: Any) -> Any:
+    for candidate in (on_disk, name):
         if candidate in weights:
             return weights.read(candidate).to(dtype)
-    for candidate in candidates:
-        head, _, tail = candidate.rpartition("experts.")
-        if not head or tail not in ("gate_up_proj", "down_proj"):
-            continue
+    head, _, tail = on_disk.rpartition("experts.")
+    if head and tail in ("gate_up_proj", "down_proj"):
         for gate, up, down in EXPERT_PARTS:
             parts = (gate, up) if tail == "gate_up_proj" else (down,)
             packed = _packed(weights, f"{head}experts.", parts, dtype)
             if packed is not None:
                 return packed
-    raise RefusedError(f"{weights.checkpoint.path}: no tensor {candidates[0]}, which parity needs")
-
-
-def _spellings(name: str) -> Iterator[str]:
-    yield name
-    for module, disk in RENAMED:
-        if module in name:
-            yield name.replace(module, disk)
+    raise RefusedError(f"{weights.checkpoint.path}: no tensor {on_disk}, which parity needs")
 
 
 def _packed(weights: HfWeights, prefix: str, parts: Sequence[str], dtype: Any) -> Any:

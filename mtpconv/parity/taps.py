@@ -20,8 +20,8 @@ from mtpconv.parity.modules import mtp_attribute
 #: model has room for no more.
 KEPT_POSITIONS = 64
 
-#: Output of a module -> states [s, n].
-Take = Callable[[Any], Any]
+#: Output of a module, length of the row -> states [s, n].
+Take = Callable[[Any, int], Any]
 
 
 @dataclass(frozen=True)
@@ -138,25 +138,27 @@ def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _hf(output: Any) -> Any:
-    """[1, s, ...] or, from heads seen apart, [1, s, heads, d] -> [s, n]."""
+def _hf(output: Any, length: int) -> Any:
+    """[1, s, ...] -> [s, n]; norms of single heads see [1, s, heads, d] or [1, heads, s, d]."""
     states = _first(output)
+    if states.ndim == 4 and states.shape[1] != length:
+        states = states.transpose(1, 2)
     return states[0].flatten(1) if states.ndim > 2 else states
 
 
-def _mcore(output: Any) -> Any:
+def _mcore(output: Any, _length: int) -> Any:
     """[s, 1, ...] -> [s, n]."""
     states = _first(output)
     return states[:, 0].flatten(1)
 
 
-def _hf_router(output: Any) -> Any:
+def _hf_router(output: Any, _length: int) -> Any:
     """Weight of every expert at every position, 0 where it was not chosen."""
     logits, weights, chosen = output
     return logits.float().new_zeros(logits.shape).scatter(1, chosen, weights.float())
 
 
-def _mcore_router(output: Any) -> Any:
+def _mcore_router(output: Any, _length: int) -> Any:
     """The same from Megatron's sparse probabilities."""
     return output[0].float()
 
@@ -185,8 +187,9 @@ def _store(states: dict[str, Any], point: Point, kept: Any) -> Callable[..., Non
         # The embedding runs once more for each depth; the trunk's run comes first.
         if point.name in states:
             return
-        found = point.take(output).detach()
-        places = kept[kept <= int(kept[-1]) - point.shorter]
+        length = int(kept[-1]) + 1 - point.shorter
+        found = point.take(output, length).detach()
+        places = kept[kept < length]
         states[point.name] = found[places.to(found.device)].float().cpu()
 
     return hook

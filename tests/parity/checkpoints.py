@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 
 from mtpconv.geometry import read_geometry
-from mtpconv.parity import hf, mcore, runtime
+from mtpconv.parity import families, hf, mcore, runtime
 from mtpconv.parity.correspond import all_expected
 from mtpconv.parity.hf_weights import HfWeights
 from mtpconv.parity.modules import mtp_attribute
 from tests.parity import configs
 
 Tensors = dict[str, Any]
+
+#: Router biases on disk, which stay in float32.
+BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 def need_megatron_for(config: dict[str, Any]) -> None:
@@ -39,7 +42,7 @@ def write_hf(config: dict[str, Any], folder: Path, seed: int = 0, dtype: str = "
     random = torch.Generator().manual_seed(seed)
     tensors = {
         name: _value(name, shape, random).to(
-            torch.float32 if name.endswith("e_score_correction_bias") else getattr(torch, dtype)
+            torch.float32 if name.endswith(BIASES) else getattr(torch, dtype)
         )
         for name, shape in sorted(names_on_disk(config).items())
     }
@@ -50,11 +53,10 @@ def write_hf(config: dict[str, Any], folder: Path, seed: int = 0, dtype: str = "
 def names_on_disk(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor an HF folder of this model holds, with its shape."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    cls = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        trunk = AutoModelForCausalLM.from_config(cls)
+        trunk = AutoModelForCausalLM.from_config(hf.hf_config(config))
     model = hf.with_depths(trunk, read_geometry(config))
     shapes: dict[str, tuple[int, ...]] = {}
     units = [*hf.trunk_units(model), *(u for depth in model.depths for u in depth.units())]
@@ -67,15 +69,14 @@ def names_on_disk(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _unpacked(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> dict[str, Any]:
-    head, packed, tail = name.rpartition("experts.")
+    """The tensors on disk that a module's tensor is made of."""
+    family = families.FAMILIES[config["model_type"]]
+    on_disk = families.respelled(name, family.loaded)
+    head, packed, tail = on_disk.rpartition("experts.")
     if not packed or tail not in ("gate_up_proj", "down_proj"):
-        if config["model_type"] == "mixtral":
-            name = name.replace("mlp.gate.", "block_sparse_moe.gate.")
-        return {name: shape}
-    mixtral = config["model_type"] == "mixtral"
+        return {on_disk: shape}
     parts = ("gate_proj", "up_proj") if tail == "gate_up_proj" else ("down_proj",)
-    if mixtral:
-        head = head.replace("mlp.", "block_sparse_moe.")
+    if config["model_type"] == "mixtral":
         parts = ("w1", "w3") if tail == "gate_up_proj" else ("w2",)
     one = (shape[1] // len(parts), *shape[2:])
     return {
@@ -90,7 +91,7 @@ def _value(name: str, shape: tuple[int, ...], random: Any) -> Any:
     values = torch.randn(shape, generator=random)
     if name.endswith("norm.weight"):
         return 1 + 0.3 * values
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(BIASES):
         return 0.1 * values
     return values * (0.5 if "embed" in name else 1.2 * shape[-1] ** -0.5)
 

@@ -153,6 +153,32 @@ MIXTRAL: Config = _DENSE | {
     "num_experts_per_tok": 2,
 }
 
+MIMO: Config = QWEN2_TIED | {
+    "model_type": "mimo",
+    "architectures": ["MiMoForCausalLM"],
+    "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 1,
+}
+
+_SIGMOID: Config = {
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+_UNLIKE: Config = {
+    k: v for k, v in _MOE.items() if k not in ("n_routed_experts", "n_shared_experts")
+}
+HY_V3: Config = (
+    {k: v for k, v in _UNLIKE.items() if k != "routed_scaling_factor"}
+    | _SIGMOID
+    | {
+        "model_type": "hy_v3",
+        "architectures": ["HYV3ForCausalLM"],
+        "router_scaling_factor": 2.826,
+    }
+)
+
 WITH_MTP: dict[str, Config] = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v3, layers alike": DEEPSEEK_V3_ALIKE,
@@ -163,8 +189,11 @@ WITH_MTP: dict[str, Config] = {
     "glm4_moe_lite": GLM4_MOE_LITE,
     "glm_moe_dsa": GLM_MOE_DSA,
     "glm_moe_dsa, index sharing": GLM_MOE_DSA_SHARING,
+    "hy_v3": HY_V3,
+    "mimo": MIMO,
 }
 WITHOUT_MTP: dict[str, Config] = {
+    "kimi_k2": DEEPSEEK_V3 | {"model_type": "kimi_k2", "num_nextn_predict_layers": 0},
     "llama": LLAMA,
     "mixtral": MIXTRAL,
     "qwen2, tied": QWEN2_TIED,
@@ -175,16 +204,7 @@ WITHOUT_MTP: dict[str, Config] = {
 #: Families with sparse attention, which megatron-core has from 0.19 on.
 SPARSE = frozenset({"deepseek_v32", "glm_moe_dsa"})
 
-# Families that parity does not run; Megatron-Core can build the first four.
-_SIGMOID: Config = {
-    "num_experts": 8,
-    "num_shared_experts": 1,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-_UNLIKE: Config = {
-    k: v for k, v in _MOE.items() if k not in ("n_routed_experts", "n_shared_experts")
-}
+# Families that parity does not run; Megatron-Core can build the first three.
 
 BAILING_MOE_V2: Config = _UNLIKE | _SIGMOID | {
     "model_type": "bailing_moe_v2",
@@ -196,7 +216,6 @@ BAILING_MOE_V2: Config = _UNLIKE | _SIGMOID | {
     "use_qkv_bias": True,
     "use_qk_norm": True,
 }  # fmt: skip
-HY_V3: Config = _UNLIKE | _SIGMOID | {"model_type": "hy_v3", "router_scaling_factor": 2.826}
 EXAONE_MOE: Config = _UNLIKE | _SIGMOID | {
     "model_type": "exaone_moe",
     "num_hidden_layers": 4,

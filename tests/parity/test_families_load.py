@@ -73,10 +73,6 @@ SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
         ("mtp.pre_fc_norm_embedding.", "model.layers.4.enorm."),
         ("mtp.pre_fc_norm_hidden.", "model.layers.4.hnorm."),
     ),
-    "hy_v3": (
-        ("mlp.router.gate.", "mlp.gate."), ("mlp.expert_bias", "mlp.gate.e_score_correction_bias"),
-        ("mlp.shared_mlp.", "mlp.shared_experts."), (".final_layernorm.", ".shared_head.norm."),
-    ),
     **dict.fromkeys(QWEN_HYBRIDS, (
         ("model.language_model.", "model."), ("mlp.shared_expert.", "mlp.shared_experts."),
         ("mtp.layers.0.", "model.layers.8."), ("mtp.norm.", "model.layers.8.shared_head.norm."),

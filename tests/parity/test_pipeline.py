@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from mtpconv.convert import hf2mcore, mcore2hf
+from mtpconv.mapping.table import table_names
+from mtpconv.parity.families import FAMILIES, NOT_RUN
 from mtpconv.parity.run import run_parity
 from tests.parity import checkpoints, configs
 
@@ -28,6 +30,15 @@ def test_what_mtpconv_converts_means_the_same(
     report = run_parity(tmp_path / "hf", tmp_path / "mcore")
     assert report.verdict == "pass", report.fault
     assert len(report.heads) == 1 + config.get("num_nextn_predict_layers", 0)
+
+
+def test_every_table_is_run_or_has_a_reason() -> None:
+    assert set(table_names()) == set(FAMILIES) | set(NOT_RUN)
+    assert not set(FAMILIES) & set(NOT_RUN)
+    assert {config["model_type"] for config in MODELS.values()} == set(FAMILIES)
+    page = (TABLES.parent / "docs" / "parity.md").read_text()
+    assert [name for name in FAMILIES if name not in page] == []
+    assert [why for why in NOT_RUN.values() if why not in page] == []
 
 
 def test_a_wrong_table_round_trips_byte_for_byte_and_is_caught_here(

@@ -1,0 +1,124 @@
+"""What parity must know of a family beyond its Megatron arguments: names on disk, and who runs it.
+
+A family joins parity with one line here, and a config in `tests/parity/configs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtpconv.geometry import Geometry
+
+#: Fragments of a name and what stands there instead.
+Spelling = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """HF names of a depth, and where the family's names on disk differ from DeepSeek's.
+
+    `prefix` of a depth may hold `{layer}`, which counts on from the trunk, and `{depth}`, which
+    counts from 0. `hidden_first`: eh_proj takes [hidden, embedding] instead of [embedding,
+    hidden]. `spelled` respells DeepSeek's names, `loaded` those of transformers' modules, both
+    into names on disk. `runs_as` is the model type of transformers that computes the same.
+    """
+
+    prefix: str = "model.layers.{layer}."
+    enorm: str = "enorm"
+    hnorm: str = "hnorm"
+    eh_proj: str = "eh_proj"
+    final_norm: str = "shared_head.norm"
+    hidden_first: bool = False
+    spelled: Spelling = ()
+    loaded: Spelling = ()
+    runs_as: str | None = None
+
+    def at(self, geometry: Geometry, depth: int) -> str:
+        """The prefix of one depth."""
+        return self.prefix.format(layer=geometry.layers + depth, depth=depth)
+
+
+_PLAIN = Family()
+
+#: Source: facts/families.md section 1; transformers 5.24 conversion_mapping.py, read 2026-11-29.
+FAMILIES: Mapping[str, Family] = {
+    "deepseek_v3": _PLAIN,
+    "deepseek_v32": _PLAIN,
+    "glm_moe_dsa": _PLAIN,
+    "glm4_moe": _PLAIN,
+    "glm4_moe_lite": _PLAIN,
+    "hy_v3": Family(
+        final_norm="final_layernorm",
+        spelled=(
+            ("mlp.gate.weight", "mlp.router.gate.weight"),
+            ("mlp.gate.e_score_correction_bias", "mlp.expert_bias"),
+            ("mlp.shared_experts.", "mlp.shared_mlp."),
+        ),
+        loaded=(
+            ("mlp.gate.weight", "mlp.router.gate.weight"),
+            ("mlp.e_score_correction_bias", "mlp.expert_bias"),
+            ("mlp.shared_experts.", "mlp.shared_mlp."),
+        ),
+    ),
+    "kimi_k2": Family(runs_as="deepseek_v3"),
+    "llama": _PLAIN,
+    "mimo": Family(
+        prefix="model.mtp_layers.{depth}.",
+        enorm="token_layernorm",
+        hnorm="hidden_layernorm",
+        eh_proj="input_proj",
+        final_norm="final_layernorm",
+        hidden_first=True,
+        runs_as="qwen2",
+    ),
+    "mixtral": Family(
+        spelled=(
+            ("mlp.gate.", "block_sparse_moe.gate."),
+            ("mlp.experts.", "block_sparse_moe.experts."),
+            (".gate_proj.", ".w1."),
+            (".up_proj.", ".w3."),
+            (".down_proj.", ".w2."),
+        ),
+        loaded=(
+            ("mlp.gate.", "block_sparse_moe.gate."),
+            ("mlp.experts.", "block_sparse_moe.experts."),
+        ),
+    ),
+    "qwen2": _PLAIN,
+    "qwen3": _PLAIN,
+    "qwen3_moe": _PLAIN,
+}
+
+_DELTA_NETS = "Megatron's gated delta nets need kernels that exist for CUDA only"
+
+#: Families that parity does not run, and why.
+#: Source: transformers 5.24, megatron-core 0.16.1 and 0.19.2, read 2026-11-29.
+NOT_RUN: Mapping[str, str] = {
+    "bailing_moe_v2": "transformers has no such model",
+    "deepseek_v4": "megatron-core's GPTModel has no hyper-connections",
+    "ernie4_5_moe": "Megatron's MTP has a final norm that the checkpoint does not",
+    "exaone_moe": "which attention its MTP block has, window or not, is not published as code",
+    "longcat_flash": "megatron-core has no two attentions in a layer",
+    "mimo_v2_flash": "megatron-core has no heads of two sizes in one model",
+    "minimax_m2": "its query and key norms span all heads, Megatron's one",
+    "nemotron_h": "Megatron runs it as HybridModel, whose Mamba kernels need CUDA",
+    "qwen3_5": _DELTA_NETS,
+    "qwen3_5_moe": _DELTA_NETS,
+    "qwen3_5_moe_text": _DELTA_NETS,
+    "qwen3_5_text": _DELTA_NETS,
+    "qwen3_next": _DELTA_NETS,
+    "step3p5": "transformers has no such model",
+}
+
+
+def family_of(geometry: Geometry) -> Family:
+    """The family of a model; an unknown one is taken to spell as DeepSeek does."""
+    return FAMILIES.get(geometry.model_type, _PLAIN)
+
+
+def respelled(name: str, spelling: Spelling) -> str:
+    """The name with every fragment replaced, in order."""
+    for ours, theirs in spelling:
+        name = name.replace(ours, theirs)
+    return name
