@@ -241,6 +241,8 @@ def layout_for(plan: Plan, named: str | None) -> Layout:
         n for word in (named or "training").split(",") for n in short.get(word, [word])
     )
     for dialect in layout.dialects:
+        if dialect.read_only:
+            raise UsageError(f"--layout {named}: {dialect.name} is read, never written")
         if dialect.name.startswith("local_spec") and dialect.name not in local:
             raise UsageError(
                 f"--layout {named}: {dialect.name} is not how {plan.table.model_type} is spelled; "

@@ -54,6 +54,8 @@ class Dialect:
     about: str
     excludes: tuple[str, ...]
     rules: tuple[Respelling, ...]
+    #: only ever found, never written: no Megatron was seen to load it as torch_dist
+    read_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def read_dialect(name: str) -> Dialect:
     except OSError as error:
         raise UsageError(f"layout {name!r}: unknown; known: {', '.join(DIALECTS)}") from error
     rules = tuple(_rule(r) for r in raw["respell"])
-    return Dialect(name, raw["about"], tuple(raw.get("excludes", ())), rules)
+    excludes = tuple(raw.get("excludes", ()))
+    return Dialect(name, raw["about"], excludes, rules, raw.get("read_only") is True)
 
 
 def _rule(raw: Mapping[str, str]) -> Respelling:

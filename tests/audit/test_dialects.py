@@ -14,33 +14,12 @@ from mtpconv.audit.finding import Report
 from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore
 from mtpconv.report import text
-from mtpconv.store.content import blocks
-from mtpconv.store.dist_metadata_writer import write_common, write_config, write_metadata
-from mtpconv.store.torch_dist import open_torch_dist
-from mtpconv.store.torch_dist_writer import TorchDistWriter
 from mtpconv.synth import shrink
-from mtpconv.tensors import Box
 from tests.convert.folders import make_hf
 from tests.mapping.toy import config
+from tests.store.respelled import respelled
 
 CONFIGS = Path(__file__).resolve().parents[2] / "fixtures" / "configs"
-
-
-def respelled(source: Path, target: Path, *changes: tuple[str, str]) -> Path:
-    """A torch_dist checkpoint with other keys, as other tools would have written it."""
-    checkpoint = open_torch_dist(source)
-    target.mkdir()
-    with TorchDistWriter(target) as writer:
-        for key, spec in checkpoint.tensors.items():
-            new = key
-            for old, replacement in changes:
-                new = new.replace(old, replacement)
-            data = b"".join(bytes(b) for b in blocks(checkpoint, key))
-            writer.write(new, spec, Box.whole(spec.shape), iter([memoryview(data)]))
-        write_metadata(target, writer.close())
-    write_common(target, {"args": {}, "checkpoint_version": 3.0, "iteration": 1})
-    write_config(target)
-    return target
 
 
 def compare(before: Path, after: Path) -> Report:

@@ -1,4 +1,4 @@
-"""Legacy checkpoints through the export and the audit: as good as torch_dist."""
+"""Checkpoints that others wrote, through the export and the audit: legacy ranks above all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 from mtpconv.audit.audit import audit
 from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
-from mtpconv.errors import RefusedError
+from mtpconv.errors import RefusedError, UnsupportedError, UsageError
 from mtpconv.store.content import blocks
 from mtpconv.store.torch_dist import open_torch_dist
 from tests.convert.folders import file_hashes, make_hf
 from tests.mapping.toy import config
 from tests.store import legacy_ranks
+from tests.store.respelled import respelled
 
 torch = pytest.importorskip("torch")
 
@@ -33,6 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
         head_dim=4, num_attention_heads=4,
     ),
 }  # fmt: skip
+SIZES = ("hidden_size", "q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim")
+MLP = ("pre_mlp_layernorm", "mlp")
 #: What the module is called in `state_dict()`, where torch_dist calls it otherwise.
 MODULES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -61,7 +64,12 @@ def legacy(tmp_path: Path, model: str, parallel: dict[str, Any], rename: dict[st
     """An HF folder, and the same model as legacy ranks without an hf_source."""
     hf = make_hf(tmp_path / "hf", MODELS[model])
     hf2mcore(hf, tmp_path / "mcore", layout="canonical")
-    args: dict[str, Any] = {"hidden_size": 8, "q_lora_rank": 4, "kv_lora_rank": 4, "qk_pos_emb_head_dim": 2}
+    args: dict[str, Any] = {
+        "hidden_size": 8,
+        "q_lora_rank": 4,
+        "kv_lora_rank": 4,
+        "qk_pos_emb_head_dim": 2,
+    }
     tensors = as_tensors(tmp_path / "mcore", rename)
     legacy_ranks.save(tmp_path / "old/iter_0000009", tensors=tensors, **parallel, **args)
     return hf
@@ -114,3 +122,40 @@ def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     torch.save(state, file)
     with pytest.raises(RefusedError, match=r"mtp\.layers\.0\.enorm\.weight differs between"):
         mcore2hf(tmp_path / "old", tmp_path / "back", like=hf)
+
+
+@pytest.mark.parametrize("layout", ["local_modules_gqa", "training,hybrid_layers"])
+def test_layouts_that_are_only_read_are_not_written(tmp_path: Path, layout: str) -> None:
+    hf = make_hf(tmp_path / "hf", MODELS["glm4_moe"])
+    with pytest.raises(UsageError, match="is read, never written"):
+        hf2mcore(hf, tmp_path / "mcore", layout=layout)
+
+
+def test_what_others_wrote_is_refused_by_name(tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    hf2mcore(hf, tmp_path / "mcore", layout="canonical")
+    changes = (("core_attention.indexer.linear_", ""), ("core_attention.indexer.", ""))
+    other = respelled(tmp_path / "mcore", tmp_path / "slime", *changes)
+    with pytest.raises(UnsupportedError, match=r"slime, indexer beside the attention: .*rotated"):
+        mcore2hf(other, tmp_path / "back", like=hf)
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_hybrid_model_is_read(tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", MODELS["deepseek_v3"])
+    hf2mcore(hf, tmp_path / "mcore", layout="canonical")
+    layers = [
+        (f"decoder.layers.{n}.{part}.", f"decoder.layer.{2 * n + (part in MLP)}.{part}.")
+        for n in range(4)
+        for part in ("self_attention", "input_layernorm", *MLP)
+    ]
+    inner = [
+        (f".transformer_layer.{part}.", f".mtp_model_layer.layers.{int(part in MLP)}.{part}.")
+        for part in ("self_attention", "input_layernorm", *MLP)
+    ]
+    names = [*layers, ("decoder.layer.", "decoder.layers."), *inner]
+    norm = ("decoder.final_layernorm", "decoder.final_norm")
+    other = respelled(tmp_path / "mcore", tmp_path / "hybrid", *names, norm)
+    done = mcore2hf(other, tmp_path / "back", like=hf)
+    assert done.layout == "hybrid_layers; HybridModel"
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
