@@ -15,6 +15,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from mtpconv.audit.names import is_own_head
 from mtpconv.errors import UnsupportedError
 from mtpconv.mapping.plan import Plan
 from mtpconv.store.fp8 import Grid
@@ -72,7 +73,7 @@ def synth(
     folder.mkdir(parents=True, exist_ok=True)
     promised = released(plan).items()
     specs = {n: TensorSpec((dtypes or {}).get(n, s.dtype), s.shape) for n, s in promised}
-    originals = {c.hf: c.of for c in plan.copies}
+    originals = {c.hf: c.of for c in plan.copies if not is_own_head(c.hf)}
     headers = _headers(folder, specs, shards)
     for name, header in headers.items():
         write_shard(

@@ -8,7 +8,7 @@ from mtpconv.audit.base import changed_regions, is_compared, stale_findings
 from mtpconv.audit.codes import checked_kinds, finding
 from mtpconv.audit.compare import Outcome, Progress, read_stats
 from mtpconv.audit.config_rules import compare_configs
-from mtpconv.audit.content import content_findings, depth_status, twin_findings
+from mtpconv.audit.content import content_findings, depth_status
 from mtpconv.audit.excuses import find_excuses
 from mtpconv.audit.files import (
     file_findings,
@@ -32,6 +32,7 @@ from mtpconv.audit.quantised import is_quantised
 from mtpconv.audit.single import completeness_findings, missing_names, single_regions
 from mtpconv.audit.subject import ARGS, Subject, without_unindexed
 from mtpconv.audit.verdict import Looked, make_report
+from mtpconv.audit.twins import twin_findings
 from mtpconv.tensors import Region
 
 
@@ -75,7 +76,7 @@ def _audit_pair(
         listed = Differences(found.missing, found.extra, found.dtype, found.shape)
         findings += difference_findings(listed, before, after, regions, excused, {})
         if options.read_bytes:
-            counts, content = changed_regions(found, regions)
+            counts, content = changed_regions(found, after, regions)
             notes += counts
     else:
         hints = find_hints(found, before, after, regions) if options.read_bytes else {}
@@ -86,8 +87,10 @@ def _audit_pair(
     findings += [f for side, f in failures if side == "after"]
     findings += _config_findings(before, after, found, options)
     content += content_findings(found.outcomes, regions, is_pair=True)
-    if after.has_bytes and options.expect == "bytes":
-        content += twin_findings(after, regions, found.changed)
+    if after.has_bytes:
+        # After training all bytes are new; else a tensor that is as it was is no news.
+        looked_at = found.outcomes if options.expect == "structure" else found.changed
+        content += twin_findings(after, regions, looked_at, before)
     content += stale_findings(after, base, regions, options)
     findings += content
     findings += _own_faults(before, after, regions, findings)

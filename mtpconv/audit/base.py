@@ -7,18 +7,20 @@ from collections.abc import Iterator, Mapping
 
 from mtpconv.audit.codes import finding
 from mtpconv.audit.compare import SideError, same_bytes
+from mtpconv.audit.excuses import copy_of
 from mtpconv.audit.finding import Finding
+from mtpconv.audit.mtp import depths_of
 from mtpconv.audit.options import Options
-from mtpconv.audit.pair import Differences
+from mtpconv.audit.pair import Differences, is_router_bias
 from mtpconv.audit.subject import Subject
 from mtpconv.store.content import Files
 from mtpconv.tensors import Region
 
 
 def changed_regions(
-    found: Differences, regions: Mapping[str, Region]
+    found: Differences, after: Subject, regions: Mapping[str, Region]
 ) -> tuple[tuple[str, ...], list[Finding]]:
-    """How many tensors changed per region, and what that says about MTP.
+    """How many tensors changed per region, and what that says about each MTP depth.
 
     For `--expect structure`: after training, bytes must differ.
     """
@@ -27,22 +29,49 @@ def changed_regions(
     notes = tuple(
         f"{kind}: {changed[kind]} of {total[kind]} tensors changed" for kind in sorted(total)
     )
-    findings = []
-    if not found.changed and found.same:
-        findings.append(
-            finding("mtp_unchanged", "warning", "no tensor changed: this is the checkpoint itself")
-        )
-    elif changed["trunk"] and total["mtp"] and not changed["mtp"]:
-        findings.append(
-            finding(
-                "mtp_unchanged",
-                "warning",
-                f"{changed['trunk']} of {total['trunk']} trunk tensors changed and none of the"
-                f" {total['mtp']} MTP tensors did; was MTP trained and exported?",
-                region=Region("mtp", 0),
-            )
-        )
-    return notes, findings
+    if found.changed:
+        trunk = f"{changed['trunk']} of {total['trunk']} trunk tensors changed"
+        return notes, list(_unchanged(found, after, regions, trunk)) if changed["trunk"] else []
+    if not found.same:
+        return notes, []
+    said = "no tensor changed: this is the checkpoint itself"
+    if found.not_read:
+        said = f"no tensor that was read changed, and --sample left {len(found.not_read)} unread"
+    return notes, [finding("mtp_unchanged", "warning", said)]
+
+
+def _unchanged(
+    found: Differences, after: Subject, regions: Mapping[str, Region], trunk: str
+) -> Iterator[Finding]:
+    """Depths of which nothing changed that training MTP changes.
+
+    The bias of a router moves with every batch, trained or not, and a copy moves with its root.
+    """
+    for depth, names in depths_of(sorted({*found.same, *found.changed}), regions).items():
+        moved = [n for n in names if n in found.changed]
+        if all(is_router_bias(n) or _is_copy(after, n, regions) for n in moved):
+            which = f"none of the {len(names)} tensors of MTP depth {depth} did"
+            if moved:
+                which = (
+                    f"of the {len(names)} tensors of MTP depth {depth} only router biases and"
+                    f" copies of root tensors did ({len(moved)})"
+                )
+            yield finding(
+                "mtp_unchanged", "warning",
+                f"{trunk} and {which}; was MTP trained and exported?",
+                region=Region("mtp", depth),
+            )  # fmt: skip
+
+
+def _is_copy(after: Subject, name: str, regions: Mapping[str, Region]) -> bool:
+    root = copy_of(after, name, regions)
+    if root is None or after.tensors[root] != after.tensors[name]:
+        return False
+    try:
+        with Files() as left, Files() as right:
+            return same_bytes(after, root, after, name, left, right)
+    except SideError:
+        return False
 
 
 def is_compared(base: Subject | None, after: Subject, options: Options) -> bool:

@@ -6,19 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from mtpconv.audit.codes import finding
-from mtpconv.audit.compare import Outcome, SideError, same_bytes
+from mtpconv.audit.compare import Outcome
 from mtpconv.audit.finding import Finding
-from mtpconv.audit.names import tail
 from mtpconv.audit.pair import is_router_bias
-from mtpconv.audit.subject import Subject
 from mtpconv.audit.words import Stats
-from mtpconv.store.content import Files
 from mtpconv.tensors import Region
 
 #: An F32 tensor with fewer non-zero elements can be free of low bits by chance or by nature.
 _ENOUGH_ELEMENTS = 8
-_MTP_NORM_TAILS = ("shared_head.norm.weight", "final_layernorm.weight", "norm.weight")
-_ROOT_NORM_TAILS = ("model.norm.weight", "norm.weight", "final_layernorm.weight", "norm_f.weight")
 
 
 def content_findings(
@@ -103,49 +98,6 @@ def _fresh(outcomes: Mapping[str, Outcome], regions: Mapping[str, Region]) -> It
                 " exactly 1 or 0 (threshold: all of them); training never leaves a norm constant",
                 region=Region("mtp", depth), tensors=tuple(sorted(initial)),
             )  # fmt: skip
-
-
-def trunk_twins(subject: Subject, regions: Mapping[str, Region]) -> Iterator[tuple[str, str]]:
-    """Pairs (MTP tensor, trunk tensor) that a trained model does not have equal.
-
-    The final norm of a depth and the final norm of the trunk, and each tensor of a depth and
-    its namesake in the last trunk layer.
-    """
-    last = max((r.index for r in regions.values() if r.kind == "trunk"), default=-1)
-    by_tail = {tail(n): n for n in subject.tensors if regions[n] == Region("trunk", last)}
-    root_norm = next(
-        (n for t in _ROOT_NORM_TAILS for n in sorted(subject.tensors)
-         if n.endswith(t) and regions[n].kind == "root" and "vis" not in n), None,
-    )  # fmt: skip
-    for name in sorted(n for n in subject.tensors if regions[n].kind == "mtp"):
-        rest = tail(name)
-        twin = by_tail.get(rest)
-        if twin is None and rest in _MTP_NORM_TAILS:
-            twin = root_norm
-        if twin is not None and subject.tensors[twin] == subject.tensors[name]:
-            yield name, twin
-
-
-def twin_findings(
-    subject: Subject, regions: Mapping[str, Region], outcomes: Mapping[str, Outcome]
-) -> Iterator[Finding]:
-    """MTP tensors that have the bytes of the trunk tensor they must not equal."""
-    with Files() as left, Files() as right:
-        for name, twin in trunk_twins(subject, regions):
-            stats = outcomes[name].after if name in outcomes else None
-            if stats is None or stats.constant:
-                continue  # constant tensors equal each other and have findings of their own
-            try:
-                same = same_bytes(subject, twin, subject, name, left, right)
-            except SideError:
-                continue
-            if same:
-                yield finding(
-                    "same_as_trunk", "warning",
-                    f"{name}: has exactly the bytes of {twin}; MTP was copied from the trunk,"
-                    " not trained",
-                    tensor=name, region=regions[name], hint=f"identical to {twin}",
-                )  # fmt: skip
 
 
 #: Status that a finding about one tensor gives its depth, and that one about the depth gives.

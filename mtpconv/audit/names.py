@@ -113,10 +113,22 @@ def tail(name: str) -> str:
     return name
 
 
-_EXPERT = re.compile(r"(?P<before>.*\bexperts\.)(?P<expert>[0-9]{1,9})(?P<after>\..*)")
+#: DOTALL: `.*` that stops at a newline makes every `experts.` of a long name a start over.
+_EXPERT = re.compile(r"(?P<before>.*\bexperts\.)(?P<expert>[0-9]{1,9})(?P<after>\..*)", re.DOTALL)
 
 
 def split_expert(name: str) -> tuple[str, int, str] | None:
     """(before, expert, after) of the name of one expert's tensor, else None."""
     found = _EXPERT.fullmatch(name)
     return (found["before"], int(found["expert"]), found["after"]) if found else None
+
+
+#: Heads that a depth has of its own; elsewhere the head of a depth is a copy of lm_head.
+#: Source: facts on MTP families, section 1, Step-3.5; an exporter that knows one head only
+#: writes lm_head over them (there, section 6, number 10).
+_OWN_HEADS = ("transformer.shared_head.output.weight",)
+
+
+def is_own_head(name: str) -> bool:
+    """Whether an MTP head is no copy of lm_head in a trained model."""
+    return tail(name) in _OWN_HEADS

@@ -132,9 +132,14 @@ def _is_sampled(name: str, sample: Sample | None, regions: dict[str, Region]) ->
     return int.from_bytes(sha256(name.encode()).digest()[:8], "big") % sample.of < sample.take
 
 
+#: Ways families and Megatron write the bias of a router: DeepSeek and most others; Megatron,
+#: Ling and Hunyuan; Step-3.5; DeepSeek-V4.
+_ROUTER_BIASES = ("e_score_correction_bias", ".expert_bias", ".router_bias", "ffn.gate.bias")
+
+
 def is_router_bias(name: str) -> bool:
-    """Whether the tensor is the F32 bias of a router, in either spelling."""
-    return name.endswith(("e_score_correction_bias", "router.expert_bias"))
+    """Whether the tensor is the F32 bias of a router, in any family's spelling."""
+    return name.endswith(_ROUTER_BIASES)
 
 
 def difference_findings(

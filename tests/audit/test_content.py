@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mtpconv.audit import twins
+from mtpconv.audit.compare import read_stats
+from mtpconv.audit.pair import is_router_bias
+from mtpconv.audit.twins import twin_findings
 from mtpconv.audit.words import Stats
-from tests.audit.models import Model, alone, base_model, compare
+from mtpconv.mapping.plan import make_plan
+from mtpconv.mapping.table import find_table
+from mtpconv.tensors import TensorSpec
+from tests.audit import sides
+from tests.audit.models import CONFIGS, Model, alone, base_model, compare
 
 GLM = "model.layers.4."
 EH = GLM + "eh_proj.weight"
@@ -90,19 +101,76 @@ def test_tensors_copied_from_the_trunk(tmp_path: Path) -> None:
     assert compare(model, model, tmp_path / "b").mtp.status == "preserved"
 
 
+def test_a_tensor_copied_from_any_trunk_layer(tmp_path: Path) -> None:
+    """Only layers 0 to 2 have an indexer here, so the last layer has no namesake."""
+    model = base_model("glm-5.2.json")
+    name = GLM + "self_attn.indexer.wk.weight"
+    other = "model.layers.1.self_attn.indexer.wk.weight"
+    assert name.replace(".4.", ".3.") not in model.tensors
+    model.tensors[name] = model.tensors[other]
+    expert = GLM + "mlp.experts.2.up_proj.weight"
+    model.tensors[expert] = model.tensors["model.layers.3.mlp.experts.2.up_proj.weight"]
+    assert warned(model, tmp_path / "a") == {("same_as_trunk", name), ("same_as_trunk", expert)}
+    for layer in (0, 2):
+        model.tensors[f"model.layers.{layer}.self_attn.indexer.wk.weight"] = model.tensors[other]
+    assert warned(model, tmp_path / "b") == {("same_as_trunk", expert)}, "a buffer all layers share"
+
+
+def test_looking_for_copies_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = base_model("glm-5.2.json")
+    name = GLM + "self_attn.indexer.wk.weight"
+    model.tensors[name] = model.tensors["model.layers.0.self_attn.indexer.wk.weight"]
+    subject = sides.hf(model.write(tmp_path / "hf"))
+    outcomes = {o.name: o for o in read_stats(subject, [name])}
+    assert [f.tensor for f in twin_findings(subject, model.regions, outcomes)] == [name]
+    for limit in ("_MAX_STARTS", "_BUDGET"):
+        with monkeypatch.context() as patch:
+            patch.setattr(twins._Twins, "__init__", limited(limit))
+            assert list(twin_findings(subject, model.regions, outcomes)) == []
+
+
+def limited(limit: str) -> Callable[..., None]:
+    real = twins._Twins.__init__
+
+    def init(self: Any, *words: Any) -> None:
+        real(self, *words, **{"_MAX_STARTS": {"looks": 1}, "_BUDGET": {"budget": 1}}[limit])
+
+    return init
+
+
+@pytest.mark.parametrize(
+    ("family", "end"),
+    [("ling-mini-2.0.json", "mlp.gate.expert_bias"), ("step-3.5-flash.json", "moe.router_bias"),
+     ("hy3.json", "mlp.expert_bias"), ("deepseek-v4-flash.json", "ffn.gate.bias")],
+)  # fmt: skip
+def test_router_biases_of_every_family(family: str, end: str, tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / family).read_text())
+    plan = make_plan(config, find_table(config["model_type"]))
+    steps = [s.hf for s in plan.steps if s.key.endswith("router.expert_bias")]
+    assert all(is_router_bias(n) for hf in steps for n in hf)
+    assert any(n.endswith(end) for n in plan.hf)
+    name = f"model.layers.3.{end}"
+    spec = TensorSpec("F32", (8,))
+    model = Model({"num_hidden_layers": 4}, {name: (spec, bytes(32))})
+    assert ("zero_tensor", name) in warned(model, tmp_path / "a", table=False)
+    model.tensors[name] = (spec, b"".join(bytes([0, 0, i, 0x3F]) for i in range(8)))
+    assert ("narrowed", name) in warned(model, tmp_path / "b", table=False)
+
+
 def test_collapsed_heads_of_several_depths(tmp_path: Path) -> None:
     before = base_model("step-3.5-flash.json")
     heads = [n for n in before.mtp() if n.endswith("shared_head.output.weight")]
     assert len(heads) == 3
-    for number, name in enumerate(heads):
-        before.data(name, lambda d, n=number: d.__setitem__(0, n + 1))  # type: ignore[misc]
+    assert warned(before, tmp_path / "before") == set(), "each has values of its own"
     after = before.copy()
     for name in heads:
         after.tensors[name] = before.tensors["lm_head.weight"]
+    assert warned(after, tmp_path / "alone") == {("same_as_trunk", name) for name in heads}
     report = compare(before, after, tmp_path)
     assert {f.tensor for f in report.findings if f.severity == "error"} == set(heads)
-    assert {f.hint for f in report.findings if f.tensor in heads} == {
-        "now identical to lm_head.weight"
+    assert {(f.kind, f.hint) for f in report.findings if f.tensor in heads} == {
+        ("value_mismatch", "now identical to lm_head.weight"),
+        ("same_as_trunk", "identical to lm_head.weight"),
     }
 
 
@@ -110,7 +178,6 @@ def test_f32_that_fits_bf16(tmp_path: Path) -> None:
     model = base_model("glm-5.2.json")
     model.config["n_routed_experts"] = 16
     name = GLM + "mlp.gate.e_score_correction_bias"
-    from mtpconv.tensors import TensorSpec
 
     values = b"".join(b"\0\0" + bytes([i, 0x3F]) for i in range(16))
     model.tensors[name] = (TensorSpec("F32", (16,)), values)

@@ -455,6 +455,95 @@ def test_structure_counts_changes_and_flags_an_untrained_mtp(tmp_path: Path) -> 
     ]
 
 
+def trained(model: Model, leave: Callable[[str], bool]) -> Model:
+    """The model after training that left some tensors as they were."""
+    after = model.copy()
+    for name in model.tensors:
+        if not leave(name):
+            after.data(name, lambda d: d.__setitem__(0, d[0] ^ 1))
+    return after
+
+
+def unchanged(before: Model, after: Model, place: Path) -> list[tuple[int | None, str]]:
+    report = compare(before, after, place, expect="structure")
+    assert report.verdict == "pass", shown(report)
+    found = [f for f in report.findings if f.kind == "mtp_unchanged"]
+    return [(f.region and f.region.index, f.message) for f in found]
+
+
+def test_each_depth_must_change(tmp_path: Path) -> None:
+    before = base_model("step-3.5-flash.json")
+    idle = {*before.mtp(1), *before.mtp(2)}
+    found = unchanged(before, trained(before, idle.__contains__), tmp_path / "a")
+    assert [depth for depth, _ in found] == [1, 2]
+    assert "none of the 17 tensors of MTP depth 1 did" in found[0][1]
+    assert unchanged(before, trained(before, lambda _: False), tmp_path / "b") == []
+
+
+def test_a_router_bias_or_a_copy_alone_is_no_training(tmp_path: Path) -> None:
+    before = base_model("deepseek-v3.json")
+    idle = set(before.mtp())
+    bias = next(n for n in idle if n.endswith("e_score_correction_bias"))
+    copies = {n for n in idle if n.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
+    assert len(copies) == 2
+    for number, moved in enumerate(({bias}, copies, {bias, *copies})):
+        after = trained(before, (idle - moved).__contains__)
+        ((depth, said_),) = unchanged(before, after, tmp_path / str(number))
+        assert depth == 0
+        assert f"only router biases and copies of root tensors did ({len(moved)})" in said_
+    own = trained(before, (idle - {"model.layers.4.enorm.weight"}).__contains__)
+    assert unchanged(before, own, tmp_path / "own") == []
+
+
+def test_what_sampling_left_out_is_not_called_unchanged(tmp_path: Path) -> None:
+    before = base_model("glm-5.2.json")
+    after = trained(before, lambda n: n not in before.trunk())
+    report = compare(before, after, tmp_path, expect="structure", sample=Sample.parse("1/1000000"))
+    (one,) = (f for f in report.findings if f.kind == "mtp_unchanged")
+    assert "this is the checkpoint itself" not in one.message
+    assert "unread" in one.message
+
+
+def test_a_copy_of_the_trunk_is_seen_after_training(tmp_path: Path) -> None:
+    before = base_model("glm-5.2.json")
+    after = trained(before, lambda _: False)
+    norm = "model.layers.4.shared_head.norm.weight"
+    after.tensors[norm] = after.tensors["model.norm.weight"]
+    report = compare(before, after, tmp_path / "a", expect="structure")
+    assert [f.tensor for f in report.findings if f.kind == "same_as_trunk"] == [norm]
+    before.tensors[norm] = before.tensors["model.norm.weight"]
+    report = compare(before, after, tmp_path / "b", expect="structure")
+    assert "same_as_trunk" not in {f.kind for f in report.findings}, "the reference has it too"
+
+
+def test_what_one_side_holds_twice_may_go_in_training(tmp_path: Path) -> None:
+    """Equality is judged within one side: after training every tensor is new."""
+    before = base_model("deepseek-v3.json")
+    before.config["tie_word_embeddings"] = True
+    before.tensors["lm_head.weight"] = before.tensors["model.embed_tokens.weight"]
+    after = trained(before, lambda _: False)
+    del after.tensors["lm_head.weight"]
+    assert compare(before, after, tmp_path / "a", expect="structure").verdict == "pass"
+    assert compare(before, after, tmp_path / "b").verdict == "fail", "the embedding differs"
+    back = compare(after, before, tmp_path / "c", expect="structure")
+    assert back.verdict == "pass", shown(back)
+    before.config["tie_word_embeddings"] = after.config["tie_word_embeddings"] = False
+    assert compare(before, after, tmp_path / "d", expect="structure").verdict == "fail"
+
+    before = base_model("deepseek-v3.json")
+    after = trained(before, lambda _: False)
+    for name in list(after.tensors):
+        if name.endswith(("4.embed_tokens.weight", "4.shared_head.head.weight")):
+            del after.tensors[name]
+    allow = frozenset({"copies"})
+    assert compare(before, after, tmp_path / "e", expect="structure").verdict == "fail"
+    found = compare(before, after, tmp_path / "f", expect="structure", allow=allow)
+    assert found.verdict == "pass", shown(found)
+    before.data("model.layers.4.embed_tokens.weight", lambda d: d.__setitem__(0, d[0] ^ 1))
+    found = compare(before, after, tmp_path / "g", expect="structure", allow=allow)
+    assert said(found) == [("missing_tensor", "model.layers.4.embed_tokens.weight")]
+
+
 def test_stale_mtp_against_a_base(tmp_path: Path) -> None:
     base = base_model("step-3.5-flash.json")
     trained = base.copy()
