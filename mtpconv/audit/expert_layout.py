@@ -56,9 +56,11 @@ def _parts(
         return None
     leaves = _PARTS[match["leaf"]]
     columns = [single.get((match["before"], f".{leaf}.weight"), {}) for leaf in leaves]
-    if any(sorted(column) != list(range(spec.shape[0])) for column in columns):
+    experts = spec.shape[0]
+    # The count is what an untrusted header says; what is counted must be there.
+    if any(len(column) != experts or max(column, default=-1) >= experts for column in columns):
         return None
-    parts = [column[e] for e in range(spec.shape[0]) for column in columns]
+    parts = [column[e] for e in range(experts) for column in columns]
     shape = (spec.shape[1] // len(leaves), spec.shape[2])
     fits = all(
         loose.tensors[p].dtype == spec.dtype and loose.tensors[p].shape == shape for p in parts

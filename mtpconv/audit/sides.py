@@ -21,6 +21,7 @@ from mtpconv.audit.subject import (
     torch_dist_subject,
     view_subject,
 )
+from mtpconv.audit.tablefree import is_invented
 from mtpconv.errors import (
     MtpconvError,
     RefusedError,
@@ -41,8 +42,6 @@ from mtpconv.store.manifest import Manifest, read_manifest
 from mtpconv.store.source import find_source
 from mtpconv.view import HfView
 
-#: Layers times experts; Kimi-K2, the largest seen, has 61 x 384 = 23,424.
-_MAX_BLOCKS = 500_000
 Opened = HfCheckpoint | MegatronCheckpoint | Manifest
 
 
@@ -146,15 +145,14 @@ def _plan(config: Mapping[str, Any], mapping: Path | None, present: Collection[s
             table = find_table(str(config.get("model_type")))
         except UsageError as error:
             raise UnsupportedError(str(error)) from error
-    _refuse_invented_counts(config)
+    _refuse_invented_counts(config, len(present))
     return make_plan(config, table, present)
 
 
-def _refuse_invented_counts(config: Mapping[str, Any]) -> None:
+def _refuse_invented_counts(config: Mapping[str, Any], tensors: int) -> None:
     """A plan has a row for every tensor; an invented count must not use up the memory."""
     geometry = read_geometry(config)
-    blocks = (geometry.layers + geometry.depths) * max(geometry.experts, 1)
-    if blocks > _MAX_BLOCKS:
+    if is_invented(geometry.layers + geometry.depths, geometry.experts, tensors):
         raise RefusedError(
             f"config.json: {geometry.layers} layers and {geometry.depths} MTP depths of"
             f" {geometry.experts} experts; no model is that large"

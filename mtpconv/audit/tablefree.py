@@ -18,6 +18,13 @@ from mtpconv.tensors import Region
 
 #: Counts in an untrusted config beyond this are not walked through.
 _MAX_COUNT = 10_000
+#: Layers times experts; Kimi-K2, the largest seen, has 61 x 384 = 23,424.
+_MAX_BLOCKS = 50_000
+#: Absent experts for each one that is there, and in all, beyond which they are one finding a
+#: group: a report must not outgrow the checkpoint. One rank of 8 that kept its 32 of 256 experts
+#: in 60 layers is below.
+_MAX_EACH = 64
+_MAX_LISTED = 50_000
 
 
 def tablefree_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[Finding]:
@@ -61,28 +68,51 @@ def _experts(subject: Subject, known: Mapping[str, Region]) -> Iterator[Finding]
     if count > _MAX_COUNT:
         yield _invented(fields[0], count)
         return
+    layers = read_promise(subject.config).layers or 1
+    if is_invented(layers, count, len(subject.tensors)):
+        yield _invented(fields[0], count, f" in {layers} layers")
+        return
+    left = _MAX_LISTED
     groups: dict[tuple[str, str], set[int]] = defaultdict(set)
     for name in known:
         split = split_expert(name)
         if split:
             groups[split[0], split[2]].add(split[1])
     for (before, after), present in sorted(groups.items()):
-        for expert in sorted(set(range(count)) - present):
-            name = f"{before}{expert}{after}"
+        absent = count - sum(expert < count for expert in present)
+        if absent <= min(_MAX_EACH * len(present), left):
+            left -= absent
+            for expert in range(count):
+                if expert not in present:
+                    name = f"{before}{expert}{after}"
+                    yield finding(
+                        "missing_tensor",
+                        "error",
+                        f"{name}: the config says {count} experts, this one is absent",
+                        tensor=name, region=subject.naming.region(name),
+                    )  # fmt: skip
+        else:
+            there = compress((f"{before}{expert}{after}" for expert in sorted(present)), 4)
             yield finding(
                 "missing_tensor",
                 "error",
-                f"{name}: the config says {count} experts, this one is absent",
-                tensor=name, region=subject.naming.region(name),
+                f"{before}*{after}: the config says {count} experts, {absent} are absent; there"
+                f" is only {there}",
+                prefix=before, region=subject.naming.region(before),
             )  # fmt: skip
 
 
-def _invented(field: str, count: int) -> Finding:
+def is_invented(layers: int, experts: int, tensors: int) -> bool:
+    """Whether a config promises more blocks than any model has, and than the checkpoint holds."""
+    return layers * max(experts, 1) > max(_MAX_BLOCKS, tensors)
+
+
+def _invented(field: str, count: int, more: str = "") -> Finding:
     shown = str(count) if count < 10**12 else "more than 10^12"
     return finding(
         "config_contradiction",
         "error",
-        f"config.json: {field} is {shown}; no model is that large",
+        f"config.json: {field} is {shown}{more}; no model is that large",
         field=field, file="config.json",
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mtpconv.audit.sides as sides_module
 from mtpconv.audit.audit import audit
 from mtpconv.audit.finding import Report
 from mtpconv.audit.hints import find_hints
+from mtpconv.audit.names import split_expert
 from mtpconv.audit.options import SWITCHES, Options
 from mtpconv.audit.pair import find_differences
 from mtpconv.audit.sides import open_sides
@@ -140,6 +143,71 @@ def test_invented_counts_neither_hang_nor_eat_memory(
     assert time.monotonic() - began < 20
     assert report.verdict == "fail"
     assert len(report.findings) < 200_000
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("counts", [(4, 99_999), (2000, 249)])
+def test_a_plan_is_not_made_for_what_no_model_has(
+    counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each count alone could be; together they are 1.5 million tensors that are not there."""
+    model = base_model("glm-5.2.json")
+    layers, experts = counts
+    model.config.update(num_hidden_layers=layers, n_routed_experts=experts)
+    folder = model.write(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a plan was made")
+
+    monkeypatch.setattr(sides_module, "make_plan", refuse)
+    report = audit(None, open_sides(None, folder).after)
+    assert any("no model is that large" in f.message for f in report.findings)
+    assert len(report.findings) < 5000
+
+
+@pytest.mark.timeout(60)
+def test_absent_experts_do_not_outgrow_the_header() -> None:
+    """Each of these names would have had 9,998 findings."""
+    held = [f"model.layers.{n % 4}.mlp.experts.0.a{n}.weight" for n in range(3000)]
+    held += [f"model.layers.0.mlp.experts.{n}.b.weight" for n in range(9990)]
+    config = {"model_type": "unknown", "num_hidden_layers": 4, "n_routed_experts": 9999}
+    one = subject({n: TensorSpec("U8", (1,)) for n in held}, config)
+    found = [f for f in audit(None, one, Options(read_bytes=False)).findings if f.code == "T01"]
+    assert len(found) == 3000 + 9
+    assert sum(len(f.message) for f in found) < 1000 * len(held)
+    (whole,) = (f for f in found if "a17.weight" in f.message)
+    assert whole.message == (
+        "model.layers.1.mlp.experts.*.a17.weight: the config says 9999 experts, 9998 are absent;"
+        " there is only model.layers.1.mlp.experts.0.a17.weight"
+    )
+    assert {f.tensor for f in found if f.tensor} == {
+        f"model.layers.0.mlp.experts.{n}.b.weight" for n in range(9990, 9999)
+    }
+
+
+@pytest.mark.timeout(30)
+def test_a_name_full_of_experts_takes_no_time() -> None:
+    for end in ("", "\n", "\nx"):
+        name = "experts.1." * 100_000 + end
+        split = split_expert(name)
+        assert split is not None
+        assert (len(split[0]), split[1], split[2]) == (len(name) - len(end) - 2, 1, "." + end)
+    assert split_expert("experts.x" * 100_000 + "\n") is None
+
+
+def test_a_packed_tensor_that_claims_a_billion_experts(tmp_path: Path) -> None:
+    model = base_model("glm-5.2.json")
+    after = model.copy()
+    packed = "model.layers.3.mlp.experts.down_proj"
+    after.tensors[packed] = (TensorSpec("BF16", (3 * 10**7, 0, 4)), b"")
+    del after.tensors["model.layers.3.mlp.experts.1.down_proj.weight"]
+    before, other = (sides.hf(m.write(tmp_path / n)) for n, m in (("a", model), ("b", after)))
+    tracemalloc.start()
+    report = audit(before, other, Options(allow=frozenset({"expert-layout"}), workers=1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 << 20
+    assert report.verdict == "fail"
 
 
 @pytest.mark.timeout(30)
