@@ -72,13 +72,14 @@ def run_check(table: Path, *, config: Path | None, inventory: Path | None) -> No
 def run_families(form: str) -> None:
     """Print what the shipped tables cover."""
     from mtpconv.mapping.families import families, page
-    from mtpconv.parity.settings import FAMILIES
+    from mtpconv.parity.families import NOT_RUN
 
-    rows = families(parity=FAMILIES)
+    rows = families(NOT_RUN)
     if form == "markdown":
         typer.echo(page(rows), nl=False)
     elif form == "json":
-        listed = [asdict(row) | {"directions": row.directions, "loads": row.loads} for row in rows]
+        said = ("directions", "loads", "parity")
+        listed = [asdict(row) | {name: getattr(row, name) for name in said} for row in rows]
         typer.echo(json.dumps(listed, indent=2))
     elif form == "text":
         lines = [("model_type", "MTP depths", "mtpconv does", "proofs", "releases")]
@@ -121,7 +122,6 @@ def run_synth(
         raise UsageError(f"{dst}: exists and is not empty; name another folder")
     table = read_table(mapping) if mapping else find_table(str(small.get("model_type")))
     plan = make_plan(small, table)
-    synth(plan, dst, seed=seed, shards=shards)
     written = released(plan)
     total = sum(s.nbytes for s in written.values())
     mtp = sum(r.kind == "mtp" for r in plan.regions.values())

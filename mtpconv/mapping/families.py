@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,8 @@ class Family:
     #: HF tensors that releases store twice and Megatron once
     copies: tuple[str, ...]
     converts: bool
-    #: whether the forward of trunk and depths can be compared
-    parity: bool
+    #: why the forward of trunk and depths cannot be compared; None if it can
+    no_parity: str | None
     #: what Megatron-Core alone lacks
     needs: str | None
     #: why no test loads a converted checkpoint into Megatron; None if one does
@@ -53,25 +53,32 @@ class Family:
         return "both ways, audit" if self.converts else "inventory, audit"
 
     @property
+    def parity(self) -> bool:
+        """Whether the forward of trunk and depths can be compared."""
+        return self.no_parity is None
+
+    @property
     def loads(self) -> bool:
         """Whether a test loads a converted checkpoint into Megatron."""
         return self.converts and self.untried is None
 
 
-def families(parity: Collection[str]) -> list[Family]:
-    """One row for each shipped table, by model type; `parity` are those whose forward runs."""
-    tables = (find_table(name) for name in table_names())
-    return [family_of(table, parity=table.model_type in parity) for table in tables]
+def families(no_parity: Mapping[str, str]) -> list[Family]:
+    """One row for each shipped table, by model type.
+
+    `no_parity` says of families whose forward cannot be compared why not.
+    """
+    return [family_of(find_table(name), no_parity.get(name)) for name in table_names()]
 
 
-def family_of(table: Table, *, parity: bool) -> Family:
+def family_of(table: Table, no_parity: str | None) -> Family:
     """The row of a table."""
     return Family(
         table.model_type,
         _mtp(table),
         tuple(dict.fromkeys(c.hf for c in table.copies if c.ships)),
         table.converts,
-        parity,
+        no_parity,
         table.needs,
         table.untried,
         tuple(_release(name, entry) for name, entry in table.releases.items()),
@@ -151,9 +158,9 @@ def _number(release: Release, what: str, value: int | None) -> str:
 
 
 def _notes(rows: list[Family]) -> Iterator[str]:
-    yield "## What Megatron-Core alone cannot do, and what is not verified"
+    yield "## What Megatron-Core alone cannot do, and what is not proven or verified"
     for row in rows:
-        if not row.needs and not row.untried and not row.unverified:
+        if not any((row.needs, row.untried, row.no_parity, row.unverified)):
             continue
         yield ""
         yield f"### {row.model_type}"
@@ -162,5 +169,7 @@ def _notes(rows: list[Family]) -> Iterator[str]:
             yield f"- {'loading it' if row.converts else 'not converted: it'} needs {row.needs}"
         if row.untried:
             yield f"- no test loads it into Megatron: {row.untried}"
+        if row.no_parity:
+            yield f"- no parity: {row.no_parity}"
         for text in row.unverified:
             yield f"- not verified: {text}"
