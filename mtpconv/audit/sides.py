@@ -23,7 +23,6 @@ from mtpconv.audit.subject import (
 )
 from mtpconv.audit.tablefree import is_invented
 from mtpconv.errors import (
-    MtpconvError,
     RefusedError,
     UnreadableError,
     UnsupportedError,
@@ -31,18 +30,20 @@ from mtpconv.errors import (
 )
 from mtpconv.geometry import read_geometry
 from mtpconv.mapping.check import is_carried
-from mtpconv.mapping.plan import Plan, make_plan
-from mtpconv.mapping.table import find_table, read_table
+from mtpconv.mapping.plan import Plan, make_plan, promised_names
+from mtpconv.mapping.table import Table, find_table, read_table
+from mtpconv.store.checkpoint import Problem
 from mtpconv.store.dequant import Dequantised
 from mtpconv.store.dist_folder import is_torch_dist
 from mtpconv.store.fp8_tensors import find_fp8
-from mtpconv.store.hf import HfCheckpoint, open_hf
+from mtpconv.store.hf import CONFIG_NAME, HfCheckpoint, open_hf
 from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.manifest import Manifest, read_manifest
 from mtpconv.store.source import find_source
 from mtpconv.view import HfView
 
 Opened = HfCheckpoint | MegatronCheckpoint | Manifest
+_Promise = tuple[Expected | None, tuple[Problem, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +118,43 @@ def _shared_plan(opened: Sequence[Opened], mapping: Path | None) -> Plan:
 def expected_inventory(
     config: Mapping[str, Any] | None, mapping: Path | None, present: Collection[str]
 ) -> Expected | None:
-    """What a table promises for a config; None without a table, or if the config is no model."""
+    """What a table promises for a config; None without a config or a table.
+
+    Raises: RefusedError, UnsupportedError if there is a table and the config is no model of it.
+    """
     if config is None:
         return None
     try:
-        plan = _plan(config, mapping, present)
+        table = _table(config, mapping)
     except UnsupportedError:
         return None
-    except MtpconvError:
-        if mapping is not None:
-            raise
-        return None
+    plan = _planned(config, table, present)
     return Expected(plan.hf, plan.regions)
+
+
+def _promise(opened: HfCheckpoint | Manifest, mapping: Path | None) -> _Promise:
+    """What the table promises, and what is wrong with a config that does not say all of it.
+
+    A config without the dims of a shape still says which names there are.
+    """
+    config, present = opened.config, opened.tensors.keys()
+    try:
+        expected = expected_inventory(config, mapping, present)
+    except (RefusedError, UnsupportedError) as error:
+        fault = Problem("config_contradiction", str(error), file=CONFIG_NAME)
+    else:
+        return (None if expected is None else _with_scales(expected, opened)), ()
+    assert config is not None  # None promises nothing, and breaks nothing
+    try:
+        _refuse_invented_counts(config, len(present))
+        names = promised_names(config, _table(config, mapping), present)
+    except (RefusedError, UnsupportedError):
+        return None, (fault,)
+    return _with_scales(Expected(dict.fromkeys(names), names), opened), (fault,)
+
+
+def _with_scales(expected: Expected, opened: HfCheckpoint | Manifest) -> Expected:
+    return with_fp8_scales(expected, opened.tensors, opened.config)
 
 
 def _names_of(opened: Opened) -> str:
@@ -138,13 +164,19 @@ def _names_of(opened: Opened) -> str:
 
 
 def _plan(config: Mapping[str, Any], mapping: Path | None, present: Collection[str]) -> Plan:
+    return _planned(config, _table(config, mapping), present)
+
+
+def _table(config: Mapping[str, Any], mapping: Path | None) -> Table:
     if mapping is not None:
-        table = read_table(mapping)
-    else:
-        try:
-            table = find_table(str(config.get("model_type")))
-        except UsageError as error:
-            raise UnsupportedError(str(error)) from error
+        return read_table(mapping)
+    try:
+        return find_table(str(config.get("model_type")))
+    except UsageError as error:
+        raise UnsupportedError(str(error)) from error
+
+
+def _planned(config: Mapping[str, Any], table: Table, present: Collection[str]) -> Plan:
     _refuse_invented_counts(config, len(present))
     return make_plan(config, table, present)
 
@@ -161,13 +193,12 @@ def _refuse_invented_counts(config: Mapping[str, Any], tensors: int) -> None:
 
 def _alone(opened: Opened, mapping: Path | None) -> Subject:
     """One checkpoint against its own config, as far as a table knows it."""
-    if isinstance(opened, Manifest):
-        return manifest_subject(opened)
-    if isinstance(opened, HfCheckpoint):
-        expected = expected_inventory(opened.config, mapping, opened.tensors.keys())
-        if expected is not None:
-            expected = with_fp8_scales(expected, opened.tensors, opened.config)
-        return hf_subject(opened, expected)
+    if not isinstance(opened, MegatronCheckpoint):
+        if _names_of(opened) != "hf":
+            return _must(_plain(opened))
+        expected, faults = _promise(opened, mapping)
+        subject = _must(_plain(opened))
+        return replace(subject, expected=expected, problems=(*subject.problems, *faults))
     source = find_source(opened.path)
     if source is None:
         return torch_dist_subject(opened)

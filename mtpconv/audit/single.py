@@ -11,6 +11,7 @@ from mtpconv.audit.promise import read_promise
 from mtpconv.audit.quantised import companion_base, is_quantised, scale_findings
 from mtpconv.audit.subject import Expected, Subject
 from mtpconv.audit.tablefree import tablefree_findings
+from mtpconv.store.hf import CONFIG_NAME
 from mtpconv.tensors import DTYPE_BITS, Region
 
 
@@ -46,12 +47,14 @@ def completeness_findings(
             if subject.config is not None
             else "there is no config"
         )
+        if any(p.kind == "config_contradiction" for p in subject.problems):
+            why = f"config.json is no {subject.model_type}, so the mapping table cannot be used"
         yield finding(
             "completeness_not_checked",
             "note",
             f"{why}; that every tensor is there was not checked, only what names and config tell",
         )
-        if subject.format == "hf":
+        if subject.config_source == CONFIG_NAME:
             yield from tablefree_findings(subject, regions)
     else:
         yield from _missing(subject, expected, missing)
@@ -102,7 +105,7 @@ def _unexpected(
 def _misshapen(subject: Subject, expected: Expected) -> Iterator[Finding]:
     for name, wanted in sorted(expected.tensors.items()):
         spec = subject.tensors.get(name)
-        if spec is None or spec == wanted or is_quantised(subject, name):
+        if spec is None or wanted is None or spec == wanted or is_quantised(subject, name):
             continue
         region = expected.regions[name]
         if spec.shape != wanted.shape:

@@ -28,7 +28,8 @@ _UNREADABLE = ("unreadable_file", "index_missing_file")
 class Expected:
     """The inventory a mapping table promises for a config."""
 
-    tensors: Mapping[str, TensorSpec]
+    #: None for a tensor whose shape a broken config does not tell
+    tensors: Mapping[str, TensorSpec | None]
     regions: Mapping[str, Region]
 
 

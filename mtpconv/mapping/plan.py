@@ -94,6 +94,37 @@ def make_plan(
 
     Raises: RefusedError if the config lacks a field; UsageError if table and config differ.
     """
+    geometry = _geometry(config, table, present, depths)
+    steps = tuple(s for stack in table.stacks for s in _expand(table, geometry, stack, present))
+    return Plan(table, geometry, steps, tuple(_copies(table, geometry, steps, present)))
+
+
+def promised_names(
+    config: Config, table: Table, present: Collection[str] | None = None
+) -> Mapping[str, Region]:
+    """The names of `make_plan(...).hf` with their regions, without dims.
+
+    For a config that lacks what shapes are made of. Raises: as `make_plan`, for other fields.
+    """
+    geometry = _geometry(config, table, present, None)
+    found: dict[str, Region] = {}
+    for stack in table.stacks:
+        for place in _places(table, geometry, stack, present):
+            for row in table.blocks.get(place.block, ()):
+                for expert in range(geometry.experts) if "{expert}" in row.key else (0,):
+                    names = (place.hf + n.replace("{expert}", str(expert)) for n in row.hf)
+                    found.update(dict.fromkeys(names, place.region))
+    for rule in table.copies:
+        for values, region in instances(geometry, rule.each):
+            name = rule.hf.format(**values)
+            if (rule.ships if present is None else name in present) and rule.of in found:
+                found.setdefault(name, region)
+    return found
+
+
+def _geometry(
+    config: Config, table: Table, present: Collection[str] | None, depths: int | None
+) -> Geometry:
     geometry = read_geometry(config, table.mtp_default)
     if geometry.model_type != table.model_type:
         raise UsageError(
@@ -104,8 +135,7 @@ def make_plan(
         depths = _depths_found(table, geometry, present)
     if depths is not None and depths != geometry.depths:
         geometry = replace(geometry, depths=depths)
-    steps = tuple(s for stack in table.stacks for s in _expand(table, geometry, stack, present))
-    return Plan(table, geometry, steps, tuple(_copies(table, geometry, steps, present)))
+    return geometry
 
 
 def instances(geometry: Geometry, each: str) -> Iterator[tuple[dict[str, int], Region]]:
@@ -125,42 +155,61 @@ def instances(geometry: Geometry, each: str) -> Iterator[tuple[dict[str, int], R
             yield {**values, "layer": geometry.layers + flat}, Region("mtp", depth)
 
 
-def _expand(
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One block in one layer, with the prefixes of its names."""
+
+    block: str
+    layer: int
+    region: Region
+    mcore: str
+    hf: str
+
+
+def _places(
     table: Table, geometry: Geometry, stack: Stack, present: Collection[str] | None
-) -> Iterator[Step]:
+) -> Iterator[_Place]:
     uses = list(table.uses(stack))
-    # Layers of one kind share their specs and ops; so do experts, save that slices number them.
-    specs: dict[tuple[str, str, Kind], tuple[TensorSpec, ...]] = {}
-    ops: dict[tuple[str, str, Kind, int | None], Op] = {}
     for values, region in instances(geometry, stack.each):
         layer = values.get("layer", 0)
         mcore, hf = stack.mcore.format(**values), stack.hf.format(**values)
-        kind = geometry.kind(layer)
         for use in uses:
             if not all(geometry.fact(f, layer) is wanted for f, wanted in use.facts):
                 continue
             if use.rivals and use.name != _spelling(table, use.rivals, hf, present):
                 continue
-            for row in table.blocks.get(use.name, ()):
-                shaped = specs.get((row.block, row.key, kind))
-                if shaped is None:
-                    shaped = tuple(_spec(table, geometry, row, name, layer) for name in row.hf)
-                    specs[row.block, row.key, kind] = shaped
-                for expert in range(geometry.experts) if "{expert}" in row.key else (None,):
-                    at = (row.block, row.key, kind, expert if row.op == "slice" else None)
-                    op = ops.get(at)
-                    if op is None:
-                        site = Site(geometry, layer, at[3], _part(table, geometry, row, layer))
-                        op = ops[at] = BUILDERS[row.op](site)
-                    if expert is None:
-                        key, names = row.key, row.hf
-                    else:
-                        number = str(expert)
-                        key = row.key.replace("{expert}", number)
-                        names = tuple(n.replace("{expert}", number) for n in row.hf)
-                    # The checkpoint has the same names: they are held once.
-                    held = tuple(sys.intern(hf + n) for n in names)
-                    yield Step(mcore + key, op, held, shaped, region, row)
+            yield _Place(use.name, layer, region, mcore, hf)
+
+
+def _expand(
+    table: Table, geometry: Geometry, stack: Stack, present: Collection[str] | None
+) -> Iterator[Step]:
+    # Layers of one kind share their specs and ops; so do experts, save that slices number them.
+    specs: dict[tuple[str, str, Kind], tuple[TensorSpec, ...]] = {}
+    ops: dict[tuple[str, str, Kind, int | None], Op] = {}
+    for place in _places(table, geometry, stack, present):
+        layer = place.layer
+        kind = geometry.kind(layer)
+        for row in table.blocks.get(place.block, ()):
+            shaped = specs.get((row.block, row.key, kind))
+            if shaped is None:
+                shaped = tuple(_spec(table, geometry, row, name, layer) for name in row.hf)
+                specs[row.block, row.key, kind] = shaped
+            for expert in range(geometry.experts) if "{expert}" in row.key else (None,):
+                at = (row.block, row.key, kind, expert if row.op == "slice" else None)
+                op = ops.get(at)
+                if op is None:
+                    site = Site(geometry, layer, at[3], _part(table, geometry, row, layer))
+                    op = ops[at] = BUILDERS[row.op](site)
+                if expert is None:
+                    key, names = row.key, row.hf
+                else:
+                    number = str(expert)
+                    key = row.key.replace("{expert}", number)
+                    names = tuple(n.replace("{expert}", number) for n in row.hf)
+                # The checkpoint has the same names: they are held once.
+                held = tuple(sys.intern(place.hf + n) for n in names)
+                yield Step(place.mcore + key, op, held, shaped, place.region, row)
 
 
 def _depths_found(table: Table, geometry: Geometry, present: Collection[str]) -> int:

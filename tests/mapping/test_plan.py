@@ -9,7 +9,7 @@ from hypothesis import given
 
 from mtpconv.errors import RefusedError, UsageError
 from mtpconv.mapping.check import check_plan
-from mtpconv.mapping.plan import make_plan
+from mtpconv.mapping.plan import make_plan, promised_names
 from mtpconv.mapping.table import find_table
 from tests.mapping.toy import config, configs
 
@@ -63,6 +63,16 @@ def test_a_missing_field_is_named(field: str) -> None:
     del raw[field]
     with pytest.raises(RefusedError, match=f"{field} is missing"):
         make_plan(raw, find_table("glm_moe_dsa"))
+
+
+@given(configs())
+def test_law_names_need_no_dims(raw: dict[str, Any]) -> None:
+    table = find_table(raw["model_type"])
+    plan = make_plan(raw, table)
+    bare = {k: v for k, v in raw.items() if k not in ("hidden_size", "kv_lora_rank")}
+    assert promised_names(bare, table) == plan.regions
+    fewer = [n for n in plan.hf if "shared_head.head" not in n]
+    assert promised_names(bare, table, fewer) == make_plan(raw, table, fewer).regions
 
 
 def test_a_table_of_another_model_is_refused() -> None:

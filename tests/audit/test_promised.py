@@ -1,0 +1,102 @@
+"""What one checkpoint alone is held against when its config or the checkpoint itself is odd."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpconv.audit.audit import audit
+from mtpconv.audit.finding import Report
+from mtpconv.audit.sides import open_sides
+from mtpconv.store.hf import open_hf
+from mtpconv.store.manifest import take_manifest, write_manifest
+from tests.audit.models import FAMILIES, Model, base_model, errors, said, shown
+
+TRUNK = "model.layers.3.self_attn.o_proj.weight"
+
+
+def alone(model: Model, place: Path) -> Report:
+    sides = open_sides(None, model.write(place))
+    return audit(None, sides.after)
+
+
+BROKEN: dict[str, tuple[str, Any]] = {
+    "gone": ("hidden_size", None),
+    "a word": ("q_lora_rank", "x"),
+    "far too large": ("hidden_size", 10**20),
+    "an unknown dtype": ("dtype", "int4"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_field_is_an_error_and_names_are_still_checked(name: str, tmp_path: Path) -> None:
+    field, value = BROKEN[name]
+    model = base_model("glm-5.2.json")
+    if value is None:
+        del model.config[field]
+    else:
+        model.config[field] = value
+    report = alone(model, tmp_path / "whole")
+    (one,) = errors(report)
+    assert (one.kind, one.file) == ("config_contradiction", "config.json"), shown(report)
+    assert field in one.message
+    assert "completeness_not_checked" not in {f.kind for f in report.findings}
+    del model.tensors[TRUNK]
+    for mtp in model.mtp():
+        del model.tensors[mtp]
+    model.tensors["stray"] = model.tensors["model.norm.weight"]
+    assert said(alone(model, tmp_path / "damaged")) == [
+        ("config_contradiction", "config.json"),
+        ("extra_tensor", "stray"),
+        ("missing_tensor", TRUNK),
+        ("mtp_missing", "num_nextn_predict_layers"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", "4"), ("num_hidden_layers", 4.0), ("n_routed_experts", 10**9),
+    ],
+)  # fmt: skip
+def test_a_field_that_no_name_can_do_without(field: str, value: Any, tmp_path: Path) -> None:
+    model = base_model("glm-5.2.json")
+    model.config[field] = value
+    report = alone(model, tmp_path)
+    assert "config_contradiction" in {f.kind for f in errors(report)}, shown(report)
+    (note,) = [f for f in report.findings if f.kind == "completeness_not_checked"]
+    assert "no mapping table" not in note.message
+    assert "config.json is no glm_moe_dsa" in note.message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_manifest_is_held_against_the_table(family: str, tmp_path: Path) -> None:
+    model = base_model(family)
+
+    def listed(name: str) -> Report:
+        folder = model.write(tmp_path / name)
+        opened = open_hf(folder)
+        taken = take_manifest(opened, folder, "hf", config=opened.config)
+        write_manifest(taken, tmp_path / f"{name}.json")
+        return audit(None, open_sides(None, tmp_path / f"{name}.json").after)
+
+    whole = listed("whole")
+    assert whole.verdict == "pass", shown(whole)
+    assert "completeness_not_checked" not in {f.kind for f in whole.findings}
+    gone = next(n for n in model.trunk() if n.endswith("input_layernorm.weight") or ".0" in n)
+    del model.tensors[gone]
+    assert said(listed("damaged")) == [("missing_tensor", gone)]
+
+
+def test_a_manifest_of_an_unknown_model_is_checked_by_names(tmp_path: Path) -> None:
+    model = base_model("glm-4.5.json")
+    model.config["model_type"] = "unheard_of"
+    for name in [n for n in model.tensors if n.startswith("model.layers.2.")]:
+        del model.tensors[name]
+    folder = model.write(tmp_path / "a")
+    opened = open_hf(folder)
+    write_manifest(take_manifest(opened, folder, "hf", config=opened.config), tmp_path / "m.json")
+    report = audit(None, open_sides(None, tmp_path / "m.json").after)
+    assert said(report) == [("missing_tensor", "model.layers.2.")]
