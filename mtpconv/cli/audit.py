@@ -20,12 +20,14 @@ from mtpconv.audit.options import Options, Profile, Sample
 from mtpconv.audit.sides import Sides, open_any, open_sides
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.waivers import read_waivers
+from mtpconv.cli.files import require_file
 from mtpconv.cli.terminal import make_progress
 from mtpconv.errors import RefusedError, UsageError
 from mtpconv.progress import Progress
 from mtpconv.report import FORMATS, attest, github, parse_targets, text, write_file, write_reports
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.manifest import hash_files, manifest_text, take_manifest, write_manifest
+from mtpconv.store.places import places_read
 from mtpconv.store.remote import is_remote, mirror_headers
 
 EXIT = {"pass": 0, "fail": 1, "error": 3}
@@ -58,6 +60,13 @@ def run_audit(
             chosen = replace(chosen, read_bytes=False)
             typer.echo(f"mtpconv: of {afar[0]} only headers are read: tier L0", err=True)
         sides = _open(stack, before, after, base, mapping, headers_only=not chosen.read_bytes)
+        writes = [("--report", path) for _, path in targets]
+        writes += [("--attest", attestation)] if attestation is not None else []
+        if writes:
+            near = [Path(t) for t in (after, before, base) if t is not None and not is_remote(t)]
+            reads = places_read(*near, mapping, manifest, options.get("waivers"))
+            for option, file in writes:
+                require_file(option, file, reads)
         done = run_with_progress(sides, chosen, make_progress(quiet))
         if manifest is not None:
             _require_its_manifest(manifest, Path(after), chosen)
@@ -172,6 +181,8 @@ def run_inventory(checkpoint: Path, *, output: Path | None, files: bool, quiet: 
     if opened.format == "manifest":
         raise UsageError(f"{checkpoint}: is a manifest already; name a checkpoint")
     require_sound(opened)
+    if output is not None:
+        require_file("--output", output, places_read(checkpoint))
     progress = make_progress(quiet or output is None)
     progress.begin("inventory", sum(s.nbytes for s in opened.tensors.values()))
     try:

@@ -7,8 +7,10 @@ from typing import Any
 
 import typer
 
+from mtpconv.cli.files import require_file
 from mtpconv.cli.plan import load_plan
 from mtpconv.errors import UsageError
+from mtpconv.store.places import places_read
 
 
 def run_parity(
@@ -29,8 +31,8 @@ def run_parity(
 
     if form not in ("text", "json"):
         raise UsageError(f"--format {form}: must be text or json")
-    if html is not None and not html.parent.is_dir():
-        raise UsageError(f"--html {html}: {html.parent} is no folder")
+    if html is not None:
+        require_file("--html", html, places_read(hf, mcore, options.get("prompts")))
     _hush()
     done = compare(hf, mcore, ParityOptions(**options))
     if html is not None:

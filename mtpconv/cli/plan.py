@@ -108,7 +108,9 @@ def run_synth(
     mapping: Path | None,
 ) -> None:
     """Write a small checkpoint."""
+    from mtpconv.convert.output import Output
     from mtpconv.geometry import EXPERT_FIELDS
+    from mtpconv.store.places import places_read
     from mtpconv.synth import released, shrink, synth
 
     raw = read_config(config)
@@ -118,12 +120,15 @@ def run_synth(
     for field in EXPERT_FIELDS:
         if experts is not None and field in small:
             small[field] = experts
-    if dst.exists() and any(dst.iterdir()):
+    if dst.is_dir() and any(dst.iterdir()):
         raise UsageError(f"{dst}: exists and is not empty; name another folder")
     table = read_table(mapping) if mapping else find_table(str(small.get("model_type")))
     plan = make_plan(small, table)
     written = released(plan)
     total = sum(s.nbytes for s in written.values())
+    with Output(dst, places_read(config, mapping), overwrite=False, need=total) as out:
+        synth(plan, out.folder, seed=seed, shards=shards)
+        out.commit()
     mtp = sum(r.kind == "mtp" for r in plan.regions.values())
     typer.echo(f"synth: wrote {len(written):,} tensors ({mtp:,} MTP), {human(total)} to {dst}")
 

@@ -67,19 +67,22 @@ def write_file(path: Path, content: str) -> None:
     try:
         if path.exists() and not stat.S_ISREG(path.lstat().st_mode):
             # /dev/stdout, a pipe or a link: writing through it, never replacing it.
-            path.write_text(content, "utf-8")
+            path.write_text(content, "utf-8", "backslashreplace")
             return
         number, beside = tempfile.mkstemp(prefix=f".{path.name[:50]}.", dir=path.parent)
         with os.fdopen(number, "wb") as file:
-            file.write(content.encode())
+            # Names of files need not be UTF-8.
+            file.write(content.encode(errors="backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
         Path(beside).chmod(0o666 & ~umask)  # mkstemp's 0600 would hide the report from others
         Path(beside).replace(path)
-    except OSError as error:
+    except BaseException as error:
         if beside is not None:
             Path(beside).unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         why = error.strerror or str(error)
         raise WriteError(f"{plain(str(path))}: the report cannot be written: {why}") from error

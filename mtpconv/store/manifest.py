@@ -171,20 +171,27 @@ def _lines(manifest: Manifest) -> Iterator[str]:
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
-    """Writes a manifest, whole or not at all.
+    """Writes a manifest; as a file it appears whole or not at all.
 
     Raises: WriteError if the disk is full or the folder cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # /dev/stdout, a pipe or a link: written through, never replaced.
+    through = path.is_symlink() or (path.exists() and not path.is_file())
+    part = path if through else path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="utf-8", newline="\n") as file:
             file.writelines(_lines(manifest))
             file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise WriteError(f"{path}: cannot be written: {error.strerror}") from error
+            if path.is_file() or not through:
+                os.fsync(file.fileno())
+        if not through:
+            part.replace(path)
+    except BaseException as error:
+        if not through:
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise WriteError(f"{path}: cannot be written: {error.strerror}") from error
+        raise
 
 
 def read_manifest(path: Path) -> Manifest:

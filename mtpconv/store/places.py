@@ -53,14 +53,14 @@ class Places:
                     )
 
 
-def places_read(source: Path, *others: Path | None, links: bool = True) -> Places:
-    """What lies behind a source and other paths that are read: real folders, `hf_source`.
+def places_read(*paths: Path | None, links: bool = True) -> Places:
+    """What lies behind a source, which comes first, and other paths: real folders, `hf_source`.
 
     Without `links` it is not looked for links in the folders. Raises: UsageError.
     """
     found = Places()
-    for path in (source, *(p for p in others if p is not None)):
-        words = f"the source {path}" if path is source else str(path)
+    for path in (p for p in paths if p is not None):
+        words = f"the source {path}" if path is paths[0] else str(path)
         if path.is_file():
             found.others.setdefault(real_path(path), words)
             continue
