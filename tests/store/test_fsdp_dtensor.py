@@ -32,10 +32,10 @@ def checkpoint(tmp_path: Path) -> Path:
         "model": weight,
         "optimizer": {"state": {n: {"exp_avg": t} for n, t in weight.items()}},
     }
-    folder = tmp_path / "iter_0000007"
+    folder = tmp_path / "checkpoint" / "iter_0000007"
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    return tmp_path
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("7")
+    return folder.parent
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,5 @@ def test_it_is_named_and_refused(checkpoint: Path, read: Callable[[Path], Any]) 
         with pytest.raises(UnsupportedError, match="torch_dcp or fsdp_dtensor; save it again") as e:
             read(path)
         assert "\n" not in str(e.value)
-    assert not list(checkpoint.parent.rglob("out"))
+    assert [p.name for p in checkpoint.parent.iterdir()] == ["checkpoint"]
+    assert not (checkpoint / "out").exists()
