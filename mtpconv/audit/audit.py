@@ -9,6 +9,7 @@ from mtpconv.audit.codes import checked_kinds, finding
 from mtpconv.audit.compare import Outcome, Progress, read_stats
 from mtpconv.audit.config_rules import compare_configs
 from mtpconv.audit.content import content_findings, depth_status
+from mtpconv.audit.crcs import crc_findings, crc_notes, with_crcs
 from mtpconv.audit.excuses import find_excuses
 from mtpconv.audit.files import (
     file_findings,
@@ -31,8 +32,8 @@ from mtpconv.audit.profiles import profile_findings
 from mtpconv.audit.quantised import is_quantised
 from mtpconv.audit.single import completeness_findings, missing_names, single_regions
 from mtpconv.audit.subject import ARGS, Subject, without_unindexed
-from mtpconv.audit.verdict import Looked, make_report
 from mtpconv.audit.twins import twin_findings
+from mtpconv.audit.verdict import Looked, make_report
 from mtpconv.tensors import Region
 
 
@@ -53,6 +54,9 @@ def audit(
     if "index-authoritative" in options.allow:
         after = without_unindexed(after)
         before = without_unindexed(before) if before is not None else None
+    if options.read_bytes:
+        after = with_crcs(after)
+        before = with_crcs(before) if before is not None else None
     if before is None:
         return _audit_single(after, options, base, progress)
     return _audit_pair(before, after, options, base, progress)
@@ -85,6 +89,9 @@ def _audit_pair(
         findings += [f for side in (before, after) for f in padding_findings(side)]
     failures = list(failure_findings(found.failures, before, after))
     findings += [f for side, f in failures if side == "after"]
+    whole = options.sample is None
+    findings += crc_findings(after, whole=whole, workers=options.workers)
+    notes += (*crc_notes(before), *crc_notes(after))
     findings += _config_findings(before, after, found, options)
     content += content_findings(found.outcomes, regions, is_pair=True)
     if after.has_bytes:
@@ -118,6 +125,7 @@ def _audit_pair(
     about_reference = [
         *reference_findings(before),
         *(f for side, f in failures if side == "before"),
+        *crc_findings(before, whole=whole, prefix="reference: ", workers=options.workers),
     ]
     return make_report(looked, findings, about_reference, options)
 
@@ -140,6 +148,7 @@ def _audit_single(
             findings += padding_findings(after)
             nbytes, failures, content = _look_at_values(after, regions, progress)
             findings += failures
+            findings += crc_findings(after, whole=False)
     content += stale_findings(after, base, regions, options)
     findings += content
     findings += _profile(after, regions, missing, options)

@@ -60,7 +60,7 @@ def compare_bytes(
     groups = [names[i : i + 64] for i in range(0, len(names), 64)]
 
     def compare_group(group: Sequence[str]) -> list[Outcome]:
-        with Files() as left, Files() as right:
+        with before.files() as left, after.files() as right:
             return [
                 compare_tensor(before, after, name, left, right, name in watch, detail)
                 for name in group
@@ -102,7 +102,7 @@ def compare_tensor(
 
 def read_stats(subject: Subject, names: Sequence[str]) -> Iterator[Outcome]:
     """Statistics of tensors of one side."""
-    with Files() as files:
+    with subject.files() as files:
         for name in names:
             stats = Stats(subject.tensors[name].dtype)
             try:

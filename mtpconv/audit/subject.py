@@ -11,7 +11,8 @@ from mtpconv.audit.names import Naming
 from mtpconv.audit.promise import naming_of
 from mtpconv.store.arithmetic import Undone
 from mtpconv.store.checkpoint import Checkpoint, Problem
-from mtpconv.store.content import Piece, Pieced, pieces
+from mtpconv.store.content import Files, Piece, Pieced, pieces
+from mtpconv.store.crc_check import CrcCheck
 from mtpconv.store.hf import CONFIG_NAME, HfCheckpoint
 from mtpconv.store.legacy import MegatronCheckpoint
 from mtpconv.store.manifest import Manifest
@@ -61,6 +62,8 @@ class Subject:
     indexed_files: frozenset[str] | None = None
     #: tensors seen through arithmetic: equal values there are never called identical bytes
     by_value: frozenset[str] = frozenset()
+    #: told of what is read where records have a CRC-32; None if nobody asked
+    crcs: CrcCheck | None = None
     #: file of each tensor, where one file holds it whole
     where: Mapping[str, str] = field(default_factory=dict)
     #: only headers were fetched from elsewhere: there are no tensor bytes to read
@@ -117,13 +120,27 @@ class Subject:
             p.tensor for p in self.problems if p.kind == "index_entry_not_in_file" and p.tensor
         )
 
+    @property
+    def stored(self) -> Checkpoint | Pieced:
+        """The content before arithmetic was undone."""
+        return self.content.view if isinstance(self.content, Undone) else self.content
+
+    @property
+    def megatron(self) -> MegatronCheckpoint | None:
+        """The Megatron checkpoint behind the names, None for other sides."""
+        content = self.stored.checkpoint if isinstance(self.stored, HfView) else self.stored
+        return content if isinstance(content, MegatronCheckpoint) else None
+
+    def files(self) -> Files:
+        """Open files for reading this side."""
+        return Files(on_read=self.crcs.saw if self.crcs is not None else None)
+
     def record_problems(self) -> Sequence[Problem]:
         """Records that cannot be read, for formats that keep a header with every tensor.
 
         They lie beside the bytes, so finding them takes longer than opening.
         """
-        content = self.content.view if isinstance(self.content, Undone) else self.content
-        content = content.checkpoint if isinstance(content, HfView) else content
+        content = self.megatron
         if not isinstance(content, TorchDistCheckpoint):
             return ()
         known = {p.file for p in self.problems}
@@ -134,7 +151,7 @@ class Subject:
 
         No HF tensor shows these rows, so comparing tensors cannot find them. Takes a read of them.
         """
-        content = self.content.view if isinstance(self.content, Undone) else self.content
+        content = self.stored
         return list(content.nonzero_padding()) if isinstance(content, HfView) else ()
 
     def side(self) -> Side:

@@ -207,7 +207,8 @@ def mcore2hf(
         check_target(target, reads, overwrite=overwrite)
         check_space(target, work.disk)
         return _outcome(work, source, target, dry_run=True)
-    crcs = CrcCheck(work.view.checkpoint.sealed() if verify else {})
+    stored = work.view.checkpoint
+    crcs = CrcCheck(stored.sealed() if verify and isinstance(stored, MegatronCheckpoint) else {})
     with (
         Output(
             target, reads, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
@@ -234,9 +235,10 @@ def mcore2hf(
             out.commit()
     changes = None
     if work.source.manifest and verify:
-        plan, computed = work.view.plan, computed_names(work.undone)
-        specs = work.content.tensors
-        changes = since(work.source.manifest, digests, specs, plan, computed)
+        changes = since(
+            work.source.manifest, digests, work.content.tensors, work.view.plan,
+            computed_names(work.undone),
+        )  # fmt: skip
     return _outcome(
         work, source, target, seconds=time.monotonic() - started, verified=verify,
         changes=changes, unsealed=crcs.unsealed,

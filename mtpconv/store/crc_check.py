@@ -122,27 +122,28 @@ class CrcCheck:
     @property
     def broken(self) -> list[Range]:
         """The ranges that do not have their CRC-32, in the order of files and places."""
-        return [self._range(i) for i, state in enumerate(self._state) if state == _BROKEN]
+        return [self.range(i) for i, state in enumerate(self._state) if state == _BROKEN]
 
     def nbytes(self, number: int) -> int:
         """Size of a range."""
-        return self._range(number).nbytes
+        return self.range(number).nbytes
 
     def read(self, numbers: Iterable[int], jobs: int | None = None) -> None:
         """Read ranges for their own sake. Raises: UnreadableError if a file ends early."""
         with Crew(jobs) as crew:
             for number, crc in crew.map(self._crc, numbers):
-                first, one = self._files[self._range(number).file]
+                first, one = self._files[self.range(number).file]
                 self._settle(number, crc == one.crcs[number - first])
 
     def _crc(self, number: int, files: Files) -> tuple[int, int]:
         crc = 0
-        found = self._range(number)
+        found = self.range(number)
         for block in run_blocks([Run(0, found.nbytes, found.file, found.start)], files):
             crc = crc32(block, crc)
         return number, crc
 
-    def _range(self, number: int) -> Range:
+    def range(self, number: int) -> Range:
+        """A range by its number."""
         file = self._order[bisect_right(self._firsts, number) - 1]
         first, one = self._files[file]
         i = number - first

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ _TOOL_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
 #: A hub repository has some hundred; a link to `/` must not be followed for hours.
 _MAX_FILES = 100_000
 _MAX_DEPTH = 64
+#: How often one folder is read, whatever links lead to it: links can fan out without end.
+_MAX_VISITS = 16
 _LFS_POINTER = b"version https://git-lfs"
 #: Units: bytes. A git-lfs pointer has about 130.
 _MAX_POINTER = 1024
@@ -33,9 +36,10 @@ EMPTY = "an empty folder"
 SAVED = "what a conversion saved"
 SPECIAL = "not an ordinary file"
 LOOP = "a link to a folder that holds it"
+DEEP = "nested or linked too deep"
 DANGLING = "a link to what is not there"
 #: Reasons after which somebody should look at the folder.
-UNSOUND = frozenset({SPECIAL, LOOP, DANGLING})
+UNSOUND = frozenset({SPECIAL, LOOP, DEEP, DANGLING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ def other_files(folder: Path, shards: Collection[str], saved: str | None = None)
     """
     travel: list[str] = []
     left: dict[str, str] = {}
-    for name, reason in _walk(folder, "", (), saved):
+    for name, reason in _walk(folder, "", (), Counter(), saved):
         if reason is None and name.endswith(OTHER_WEIGHTS):
             reason = WEIGHTS
         if name in shards:
@@ -75,12 +79,20 @@ def other_files(folder: Path, shards: Collection[str], saved: str | None = None)
     return OtherFiles(tuple(sorted(travel)), dict(sorted(left.items())), pointers)
 
 
+_Folder = tuple[int, int]
+
+
 def _walk(
-    folder: Path, prefix: str, inside: tuple[tuple[int, int], ...], saved: str | None
+    folder: Path,
+    prefix: str,
+    inside: tuple[_Folder, ...],
+    visits: Counter[_Folder],
+    saved: str | None,
 ) -> Iterator[tuple[str, str | None]]:
     """Every file below a folder, and the reason if it cannot or need not be copied."""
     here, entries = _scan(folder / prefix)
     inside = (*inside, here)
+    visits[here] += 1
     empty = True
     for entry in entries:
         empty = False
@@ -96,15 +108,17 @@ def _walk(
             yield f"{name}/", TOOLS
         elif name == saved:
             yield f"{name}/", SAVED
-        elif (status.st_dev, status.st_ino) in inside or len(inside) > _MAX_DEPTH:
+        elif (status.st_dev, status.st_ino) in inside:
             yield f"{name}/", LOOP
+        elif len(inside) > _MAX_DEPTH or visits[status.st_dev, status.st_ino] >= _MAX_VISITS:
+            yield f"{name}/", DEEP
         else:
-            yield from _walk(folder, f"{name}/", inside, saved)
+            yield from _walk(folder, f"{name}/", inside, visits, saved)
     if empty and prefix:
         yield prefix, EMPTY
 
 
-def _scan(folder: Path) -> tuple[tuple[int, int], list[os.DirEntry[str]]]:
+def _scan(folder: Path) -> tuple[_Folder, list[os.DirEntry[str]]]:
     """What names a folder whatever links lead to it, and what it holds, sorted."""
     try:
         status = folder.stat()

@@ -82,12 +82,13 @@ def read_source(path: Path) -> HfSource:
 
     Raises: UnreadableError or RefusedError if it is none of these or damaged.
     """
-    if (path / _HEADERS).is_dir():
-        return _read_saved(path)
-    saved = find_source(path)
-    if saved is not None:
-        return saved
+    for folder in (path, path / FOLDER):
+        if (folder / _HEADERS).is_dir():
+            return _read_saved(folder)
     if not (path / "config.json").is_file():
+        saved = find_source(path)
+        if saved is not None:
+            return saved
         raise UnreadableError(
             f"{path}: neither a HuggingFace folder nor a checkpoint with {FOLDER}/; "
             "pass the original HuggingFace folder with --like"

@@ -15,10 +15,11 @@ from mtpconv.audit.sides import open_sides
 from mtpconv.audit.subject import Subject, torch_dist_subject
 from mtpconv.convert import hf2mcore
 from mtpconv.store.checkpoint import Checkpoint
-from mtpconv.store.content import Piece, Pieced, pieces
+from mtpconv.store.content import Piece, Pieced, blocks, pieces
 from mtpconv.store.manifest import take_manifest, write_manifest
 from mtpconv.store.torch_dist import open_torch_dist
 from tests.audit.models import Model, base_model, errors, said, shown
+from tests.convert.folders import overwrite
 
 FAMILY = {"glm-5.2.json": "glm", "glm-4.5.json": "glm45", "mimo-7b.json": "mimo"}
 
@@ -40,13 +41,10 @@ Converted = dict[str, tuple[Path, Path, Model]]
 
 
 def flip(folder: Path, key: str, at: int = 0) -> None:
-    """Flip a bit of one tensor on disk."""
-    chunk = open_torch_dist(folder).chunks(key)[0]
-    with chunk.file.open("r+b") as file:
-        file.seek(chunk.start + at)
-        byte = file.read(1)[0]
-        file.seek(chunk.start + at)
-        file.write(bytes([byte ^ 1]))
+    """Flip a bit of one tensor on disk, as whoever writes another value does."""
+    data = bytearray(b"".join(map(bytes, blocks(open_torch_dist(folder), key))))
+    data[at] ^= 1
+    overwrite(folder, key, bytes(data))
 
 
 @families

@@ -1,0 +1,235 @@
+"""The saved `hf_source`: found wherever it is meant, read without trust, told when stale."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtpconv.convert import hf2mcore, mcore2hf
+from mtpconv.convert.shards import write_shard
+from mtpconv.errors import UnreadableError, UsageError
+from mtpconv.store.source import read_source
+from mtpconv.tensors import TensorSpec
+from tests.convert.folders import file_hashes, make_hf, tensors_of, write_hf
+from tests.mapping.toy import config
+
+Tensors = dict[str, tuple[TensorSpec, bytes]]
+COPIES = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
+
+
+def other(tensors: Tensors, *names: str) -> Tensors:
+    """The same tensors, some of them with other bytes."""
+    changed = {n: (tensors[n][0], bytes(b ^ 1 for b in tensors[n][1])) for n in names}
+    return {**tensors, **changed}
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> Tensors:
+    """Of a DeepSeek-V3 whose MTP has an embedding and a head of its own."""
+    return other(tensors_of(make_hf(tmp_path / "plain", config("deepseek_v3"))), *COPIES)
+
+
+def trained(tmp_path: Path, tensors: Tensors, *names: str) -> Path:
+    """A checkpoint whose `names` went on, with the source of the one that it began as."""
+    raw = config("deepseek_v3")
+    hf2mcore(write_hf(tmp_path / "hf", tensors, raw), tmp_path / "before")
+    after = write_hf(tmp_path / "after", other(tensors, *names), raw)
+    hf2mcore(after, tmp_path / "mcore")
+    shutil.rmtree(tmp_path / "mcore/hf_source")
+    shutil.copytree(tmp_path / "before/hf_source", tmp_path / "mcore/hf_source")
+    return tmp_path / "mcore"
+
+
+def test_a_trunk_that_went_on_without_mtp_is_said_to(tmp_path: Path, tensors: Tensors) -> None:
+    names = [f"model.layers.{i}.input_layernorm.weight" for i in range(3)]
+    done = mcore2hf(trained(tmp_path, tensors, *names), tmp_path / "back")
+    assert done.unchanged == done.tensors - 3
+    assert done.unchanged_mtp == done.mtp_tensors
+    assert done.changed == ("model.layers.{0..2}.input_layernorm.weight",)
+    (stale,) = [n for n in done.notes if "drafts are those of before training" in n]
+    assert "3 tensors of the trunk changed" in stale
+    (carried,) = [n for n in done.notes if "come from before training" in n]
+    assert all(name in carried for name in COPIES)
+
+
+def test_mtp_that_was_trained_too_is_not_stale(tmp_path: Path, tensors: Tensors) -> None:
+    names = ("model.norm.weight", "model.layers.3.enorm.weight")
+    done = mcore2hf(trained(tmp_path, tensors, *names), tmp_path / "back")
+    assert (done.unchanged, done.unchanged_mtp) == (done.tensors - 2, done.mtp_tensors - 1)
+    assert sorted(done.changed) == sorted(names)
+    assert not [n for n in done.notes if "drafts" in n]
+    assert [n for n in done.notes if "come from before training" in n]
+
+
+def test_copies_that_follow_the_trunk_do_not_make_mtp_trained(tmp_path: Path) -> None:
+    tensors = tensors_of(make_hf(tmp_path / "plain", config("deepseek_v3")))
+    names = ("model.embed_tokens.weight", COPIES[0])
+    done = mcore2hf(trained(tmp_path, tensors, *names), tmp_path / "back")
+    assert done.changed == names
+    assert [n for n in done.notes if "drafts are those of before training" in n]
+    assert not [n for n in done.notes if "carried" in n]
+
+
+def test_nothing_is_said_of_weights_that_did_not_change(tmp_path: Path, tensors: Tensors) -> None:
+    done = mcore2hf(trained(tmp_path, tensors), tmp_path / "back")
+    assert (done.unchanged, done.changed, done.notes) == (done.tensors, (), ())
+    unseen = mcore2hf(tmp_path / "mcore", tmp_path / "unseen", verify=False)
+    (note,) = unseen.notes
+    assert "2 carried tensors are as hf2mcore saved them" in note
+
+
+@pytest.mark.parametrize("place", ["mcore", "mcore/release"])
+def test_the_source_is_found_from_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    hf2mcore(hf, tmp_path / "mcore")
+    monkeypatch.chdir(tmp_path / place)
+    mcore2hf(Path(), tmp_path / "back")
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
+
+
+@pytest.mark.parametrize("named", ["", "iter_0000005"])
+def test_the_source_is_found_through_a_link(tmp_path: Path, named: str) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    hf2mcore(hf, tmp_path / "mcore")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/iter_0000005").symlink_to("../mcore/release")
+    mcore2hf(tmp_path / "runs" / named, tmp_path / "back")
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
+
+
+def test_a_folder_given_with_like_is_what_it_is(tmp_path: Path) -> None:
+    """Not the `hf_source` that happens to lie beside it."""
+    hf = make_hf(tmp_path / "mcore/../hf", config())
+    hf2mcore(make_hf(tmp_path / "older", config(), seed=1), tmp_path / "mcore")
+    shutil.move(tmp_path / "mcore/hf_source", tmp_path / "hf_source")
+    assert read_source(hf).path == hf
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _text(text: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def _strings(path: Path) -> None:
+    entry = {"dtype": "BF16", "shape": [1], "data_offsets": ["a", "b"]}
+    _text(json.dumps({"x": entry}).encode())(path)
+
+
+HEADER = "headers/model.safetensors.header"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        (HEADER, _fifo),
+        (HEADER, _folder),
+        (HEADER, _strings),
+        (HEADER, _text(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}")),
+        (HEADER, _text(b'{"a":' + b" " * 3_000_000 + b"[" * 200_000 + b"]" * 200_000 + b"}")),
+        (HEADER, lambda p: p.write_bytes(b"")),
+        (HEADER, lambda p: p.write_bytes(p.read_bytes()[:-1])),
+        (HEADER, lambda p: p.write_bytes(p.read_bytes() + b" ")),
+        (HEADER, lambda p: p.rename(p.with_suffix(".old"))),
+        ("files/config.json", _fifo),
+        ("files/config.json", _folder),
+        ("files/config.json", lambda p: p.unlink()),
+        ("files", shutil.rmtree),
+        ("manifest.json", _folder),
+        ("manifest.json", _fifo),
+        ("carried/model.safetensors", _fifo),
+        ("carried/model.safetensors", lambda p: os.truncate(p, 40)),
+        ("carried", lambda p: p.rename(p.with_name("old")) and p.write_text("x")),
+        ("left_behind.json", _fifo),
+        ("left_behind.json", lambda p: p.write_text('{"left_behind": ["x"]}')),
+        ("left_behind.json", lambda p: p.write_text("[" * 100_000)),
+    ],
+)
+def test_a_source_that_was_tampered_with_is_one_clear_line(
+    tmp_path: Path, tensors: Tensors, file: str, damage: Callable[[Path], object]
+) -> None:
+    hf = write_hf(tmp_path / "hf", tensors, config("deepseek_v3"))
+    (hf / "old.bin").write_bytes(b"x")
+    hf2mcore(hf, tmp_path / "mcore")
+    damage(tmp_path / "mcore/hf_source" / file)
+    with pytest.raises(UnreadableError) as caught:
+        mcore2hf(tmp_path / "mcore", tmp_path / "back")
+    assert "\n" not in str(caught.value)
+    assert Path(file).parts[0] in str(caught.value)
+    assert not (tmp_path / "back").exists()
+
+
+def test_the_wrong_direction_names_the_other_command(tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    hf2mcore(hf, tmp_path / "mcore")
+    for folder in (tmp_path / "mcore", tmp_path / "mcore/release"):
+        with pytest.raises(UsageError, match="is a Megatron checkpoint; mcore2hf"):
+            hf2mcore(folder, tmp_path / "target")
+    with pytest.raises(UsageError, match="is a HuggingFace folder; hf2mcore"):
+        mcore2hf(hf, tmp_path / "target")
+    for file in hf.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(UsageError, match="is a HuggingFace folder; hf2mcore"):
+        mcore2hf(hf, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    "file", ["release/__0_0.distcp", "release/.metadata", "hf_source/carried/model.safetensors",
+             "hf_source/files/generation_config.json"],
+)  # fmt: skip
+def test_a_checkpoint_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    hf = write_hf(tmp_path / "hf", tensors, config("deepseek_v3"))
+    (hf / "generation_config.json").write_text("{}")
+    hf2mcore(hf, tmp_path / "mcore")
+    path = tmp_path / "mcore" / file
+
+    def write(*words: object, **options: object) -> object:
+        done = write_shard(*words, **options)  # type: ignore[arg-type]
+        path.write_bytes(path.read_bytes())
+        os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
+        return done
+
+    monkeypatch.setattr("mtpconv.convert.mcore_to_hf.write_shard", write)
+    with pytest.raises(UnreadableError, match=rf"{path.name}: was written to while it was read"):
+        mcore2hf(tmp_path / "mcore", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_shard_in_a_subfolder_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    shard = sorted(hf.glob("*.safetensors"))[0]
+    (hf / "sub").mkdir()
+    index = hf / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(f'"{shard.name}"', f'"sub/{shard.name}"'))
+    shard = shard.rename(hf / "sub" / shard.name)
+
+    def write(folder: Path) -> None:
+        os.utime(shard, ns=(1, shard.stat().st_mtime_ns + 1))
+        write_config(folder)
+
+    from mtpconv.store.dist_metadata_writer import write_config
+
+    monkeypatch.setattr("mtpconv.convert.hf_to_mcore.write_config", write)
+    with pytest.raises(UnreadableError, match="was written to while it was read"):
+        hf2mcore(hf, tmp_path / "mcore")
