@@ -138,8 +138,12 @@ class _File:
     def holds(self, source: str) -> str:
         """One digest over everything that decides the bytes of the file, hex."""
         hasher = blake3(f"{__version__} {source}\n".encode())
+        kinds: dict[tuple[int, int], str] = {}  # experts share ops and specs
         for step in self._steps:
-            hasher.update(f"{step.key} {step.op} {step.hf} {step.specs}\n".encode())
+            at = (id(step.op), id(step.specs))
+            if at not in kinds:
+                kinds[at] = f"{step.op} {step.specs}"
+            hasher.update(f"{step.key} {kinds[at]} {' '.join(step.hf)}\n".encode())
         return hasher.hexdigest()
 
     def write(self, crew: Crew, progress: Progress) -> tuple[Sequence[Written], Mapping[str, str]]:

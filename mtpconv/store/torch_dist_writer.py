@@ -12,7 +12,6 @@ import errno
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -42,8 +41,7 @@ class Written(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """Room for the bytes of a chunk: put `nbytes` at `start` of `fd`, then call `commit`."""
 
     fd: int

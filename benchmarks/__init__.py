@@ -1,0 +1,1 @@
+"""What mtpconv costs, as ratios to plain copying and reading: `python -m benchmarks --help`."""

@@ -1,0 +1,143 @@
+"""docs/performance.md and its plot, from the figures of one run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from benchmarks.cases import Figures
+from benchmarks.goals import known
+from benchmarks.measure import PAGE, ROOT, median
+from benchmarks.plot import plot
+
+DOCUMENT = ROOT / "docs" / "performance.md"
+PICTURE = ROOT / "docs" / "performance.svg"
+
+_INTRODUCTION = """# Performance
+
+Written by `python -m benchmarks`; do not edit. Everything is measured from the start of a
+command to its exit, fsyncs included, and given as a ratio within one round: first a copy, then
+the conversions, then again, each round beginning with another one. Memory is touched and freed
+before each run, because the first touch of fresh memory costs more than the work itself on some
+machines. A figure is the median of its rounds; brackets have the smallest and the largest.
+
+The model is of DeepSeek-V3's kind with an MTP depth: {gigabytes:.2f} GB in 30,000 tensors of
+mostly 155 KB. That is the hard case: released models have fewer, larger tensors for each byte,
+so the work beside copying weighs less.
+"""
+
+_HOW = """
+## Where the time goes
+
+- Bytes are read into a block that stays in the cache, digested (BLAKE3), given their CRC-32 where
+  a `.distcp` record needs one, and written, in this order, by `--jobs` threads. Records are placed
+  before they are written, so the files do not depend on the number of threads.
+- With `--no-verify` mcore2hf looks at no byte: it copies inside the kernel (`copy_file_range`).
+- Write-back begins while bytes are still being copied.
+- Verification reads everything back and compares BLAKE3 digests. What still is in the page cache
+  is read from there: it proves what was written, not that the disk will return it.
+- A checkpoint with one tensor per expert has tens of thousands of entries. Planning, metadata and
+  manifest take about 50 microseconds of CPU for each tensor, in each direction.
+- `pip install 'mtpconv[fast]'` brings a faster CRC-32 (isal). Used here: {isal}.
+
+## Running it
+
+`python -m benchmarks --rounds 5 --place FOLDER` needs 20 GB of disk in FOLDER and about 20 minutes.
+`--only conversion,audit` runs some cases; the document is written when all have run.
+"""
+
+
+def write(figures: Figures) -> None:
+    """Write the document and the plot."""
+    rows = known(figures)
+    text = [_INTRODUCTION.format(gigabytes=figures["gigabytes"][0]), _machine(figures)]
+    text += ["\n![Each figure as a multiple of what was asked for](performance.svg)\n"]
+    text += ["| what | asked for | measured | |", "| --- | --- | --- | --- |"]
+    for goal, values in rows:
+        mark = "yes" if goal.met(values) else "no"
+        text.append(f"| {goal.what} | {goal.shown()} | {_shown(values)}{goal.unit} | {mark} |")
+    text += ["", *_memory(figures), *_baselines(figures)]
+    text.append(_HOW.format(isal="yes" if _has_isal() else "no"))
+    DOCUMENT.write_text("\n".join(text), "utf-8")
+    PICTURE.write_text(plot(rows), "utf-8")
+
+
+def _shown(values: list[float]) -> str:
+    value = f"{median(values):.3g}"
+    return value if len(values) == 1 else f"{value} [{min(values):.3g} to {max(values):.3g}]"
+
+
+def _machine(figures: Figures) -> str:
+    memory = os.sysconf("SC_PHYS_PAGES") * PAGE / 1e9
+    cp = figures["cp GB/s"]
+    noise = max(cp) / min(cp)
+    load = os.getloadavg()
+    facts = {
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "memory": f"{memory:.0f} GB",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "filesystem": _filesystem(),
+        "cp of the same bytes, fsync included": f"{_shown(cp)} GB/s",
+        "CPU of cp": f"{_shown(figures['cp CPU s/GB'])} s/GB",
+        "page cache, one reader": f"{_shown(figures['page cache GB/s'])} GB/s",
+        "disk, one reader": f"{_shown(figures['disk GB/s'])} GB/s",
+        "noise": f"the fastest cp took 1/{noise:.1f} of the slowest; load at the end "
+        f"{load[0]:.1f}, {load[1]:.1f}, {load[2]:.1f}",
+    }
+    lines = ["## The machine", "", "| | |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {name} | {fact} |" for name, fact in facts.items())])
+
+
+def _memory(figures: Figures) -> list[str]:
+    names = ("hf2mcore", "mcore2hf")
+    if not all(f"quarter {n} anonymous MB" in figures for n in names):
+        return []
+    lines = ["Anonymous memory does not follow the bytes; the same tensors with a quarter of them:"]
+    lines += ["", "| | a quarter | the whole |", "| --- | --- | --- |"]
+    for name in names:
+        small = figures[f"quarter {name} anonymous MB"]
+        lines.append(
+            f"| {name} | {_shown(small)} MB | {_shown(figures[f'{name} anonymous MB'])} MB |"
+        )
+    return [*lines, ""]
+
+
+def _baselines(figures: Figures) -> list[str]:
+    names = [n.split(" ", 1)[1].removesuffix(" GB/s") for n in figures
+             if n.startswith("baseline ") and n.endswith(" GB/s")]  # fmt: skip
+    if not names:
+        return []
+    lines = [
+        "## Other ways to write the same bytes", "",
+        f"Whole processes, once each, on {figures['baseline gigabytes'][0]:.2f} GB of that kind.",
+        "", "| | GB/s | CPU s/GB | resident memory |", "| --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for name in names:
+        speed, cpu, memory = (
+            median(figures[f"baseline {name} {unit}"])
+            for unit in ("GB/s", "CPU s/GB", "resident MB")
+        )
+        lines.append(f"| {name} | {speed:.2f} | {cpu:.2f} | {memory:.0f} MB |")
+    return lines
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _filesystem() -> str:
+    done = subprocess.run(
+        ["stat", "-f", "-c", "%T", "."], check=False, capture_output=True, text=True
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def _has_isal() -> bool:
+    from mtpconv.store.crc import crc32
+
+    return "isal" in crc32.__module__
