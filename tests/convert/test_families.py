@@ -89,10 +89,11 @@ def test_heads_of_mtp_depths_that_differ_travel_beside(tmp_path: Path) -> None:
     # Step-3.5 trains a head for each of its three depths; Megatron has one.
     config = small("step3p5")
     tensors = tensors_of(make_hf(tmp_path / "made", config))
-    head = "model.layers.46.transformer.shared_head.output.weight"
-    spec, raw = tensors[head]
-    tensors[head] = spec, bytes([raw[0] ^ 1]) + raw[1:]
+    spec, raw = tensors["lm_head.weight"]
+    heads = [f"model.layers.{n}.transformer.shared_head.output.weight" for n in (45, 46, 47)]
+    tensors |= dict.fromkeys(heads, (spec, raw))
+    tensors[heads[1]] = spec, bytes([raw[0] ^ 1]) + raw[1:]
     hf = write_hf(tmp_path / "hf", tensors, config)
-    assert hf2mcore(hf, tmp_path / "mcore").carried == (head,)
+    assert hf2mcore(hf, tmp_path / "mcore").carried == (heads[1],)
     mcore2hf(tmp_path / "mcore", tmp_path / "back")
     assert file_hashes(tmp_path / "back") == file_hashes(hf)
