@@ -58,9 +58,11 @@ def test_cases(report: Report) -> list[Case]:
 
 
 def layer_group(region: Region | None) -> str:
-    """`checkpoint`, `root`, `trunk` or one MTP depth."""
+    """`checkpoint`, `root`, `trunk` or one MTP depth; depths that no model has are one group."""
     if region is None:
         return CHECKPOINT
+    if region.kind == "mtp" and region.index >= words.MAX_DEPTHS:
+        return f"mtp.{words.MAX_DEPTHS}+"
     return str(region) if region.kind == "mtp" else plain(region.kind)
 
 

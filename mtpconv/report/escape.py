@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import lru_cache
 from typing import Final
 
 #: Unicode categories that move the cursor, reorder text, hide, or cannot be encoded.
@@ -32,6 +33,7 @@ def plain(text: str, limit: int | None = None) -> str:
     return text.replace("::", r":\x3a").replace("##", r"#\x23")
 
 
+@lru_cache(1 << 12)
 def _visible(char: str) -> str:
     category = unicodedata.category(char)
     if category not in _UNSAFE and (category != "Zs" or char == " "):

@@ -65,8 +65,19 @@ class _Blocks:
     names: dict[Key, dict[int, str]] = field(default_factory=dict)
 
 
-def make_grid(report: Report) -> Grid:
-    """The compact form of a report's tensors and findings."""
+def fit_grid(report: Report, room: int) -> tuple[Grid, str]:
+    """The compact form in at most `room` bytes, and its text."""
+    share = 1.0
+    while True:
+        grid = make_grid(report, share)
+        text = encode(grid)
+        if len(text) <= room or share < 1e-3:
+            return grid, text
+        share *= min(0.5, room / len(text))
+
+
+def make_grid(report: Report, share: float = 1.0) -> Grid:
+    """The compact form of a report's tensors and findings; `share` of what there is room for."""
     states, regions = _universe(report)
     order = _order_states(states)
     blocks = _Blocks()
@@ -77,7 +88,7 @@ def make_grid(report: Report) -> Grid:
         second = numbers[1] if len(numbers) > 1 else 0
         blocks.members.setdefault(key, {})[second] = state
         blocks.names.setdefault(key, {})[second] = name
-    kept = _fit(blocks, order)
+    kept = _fit(blocks, order, share)
     ids = _number(kept, blocks)
     templates = list(dict.fromkeys(key[0] for key in kept))
     places = list(dict.fromkeys(key[1] for key in kept))
@@ -87,7 +98,7 @@ def make_grid(report: Report) -> Grid:
     place_of = {place: number for number, place in enumerate(places)}
     label_of = {label: number for number, label in enumerate(labels)}
     state_of = {state: number for number, state in enumerate(order)}
-    findings, hidden_findings = _findings(report, ids)
+    findings, hidden_findings = _findings(report, ids, share)
     data = {
         "states": [plain(state, 100) for state in order],
         "counts": [sum(state == each for state in states.values()) for each in order],
@@ -165,23 +176,35 @@ def _runs(members: Mapping[int, str], state_of: Mapping[str, int]) -> list[int]:
     return flat
 
 
-def _fit(blocks: _Blocks, order: Sequence[str]) -> list[Key]:
+def _cost(value: object) -> int:
+    """Bytes of a value inside the page."""
+    text = json.dumps(value)
+    return len(text) + 5 * (text.count("<") + text.count(">") + text.count("&"))
+
+
+def _fit(blocks: _Blocks, order: Sequence[str], share: float) -> list[Key]:
     """The blocks that fit into the page, the worst first if not all do; in model order."""
     position = {state: number for number, state in enumerate(order)}
     seen: set[tuple[str, ...]] = set()
+    places: set[Region] = set()
     sizes: dict[Key, int] = {}
+    names: dict[tuple[str, ...], int] = {}
     for key, members in blocks.members.items():
         runs = len(_runs(members, position)) // 3
-        sizes[key] = 20 + 12 * runs + (0 if key[0] in seen else len(json.dumps(key[0])) + 20)
+        if key[0] not in names:  # once as template and once as row label
+            names[key[0]] = 2 * _cost(key[0]) + 20
+        sizes[key] = 20 + 12 * runs + (0 if key[0] in seen else names[key[0]])
+        sizes[key] += 0 if key[1] in places else 24
         seen.add(key[0])
+        places.add(key[1])
     keys = list(sizes)
-    if sum(sizes.values()) > MAX_TENSOR_BYTES:
+    room = int(MAX_TENSOR_BYTES * share)
+    if sum(sizes.values()) > room:
         worst = {k: max(position[s] for s in m.values()) for k, m in blocks.members.items()}
-        left = MAX_TENSOR_BYTES
         fitting = []
         for key in sorted(keys, key=lambda k: -worst[k]):
-            left -= max(sizes[key], len(json.dumps(key[0])) + 32)
-            if left < 0:
+            room -= max(sizes[key], names[key[0]] + 32)
+            if room < 0:
                 break
             fitting.append(key)
         keys = fitting
@@ -222,17 +245,19 @@ def _rows(kept: Sequence[Key], columns: int) -> dict[tuple[tuple[str, ...], Regi
     return dict(sorted(named.items(), key=lambda entry: rank.get(entry[1], len(rank))))
 
 
-def _findings(report: Report, ids: Mapping[str, int]) -> tuple[list[dict[str, Any]], int]:
+def _findings(
+    report: Report, ids: Mapping[str, int], share: float
+) -> tuple[list[dict[str, Any]], int]:
     """Findings that say the same of several tensors as one, with the numbers of the tensors."""
     said: dict[str, tuple[dict[str, Any], list[int]]] = {}
-    left = MAX_FINDING_BYTES
+    left = int(MAX_FINDING_BYTES * share)
     hidden = 0
     for group in group_findings(report.findings):
         for one in group.findings:
             what = _finding(one, group.label)
             key = json.dumps(what)
             numbers = [ids[name] for name in tensors_of(one) if name in ids]
-            cost = 14 * len(numbers) + (0 if key in said else len(key) + 20)
+            cost = 14 * len(numbers) + (0 if key in said else _cost(what) + 20)
             left -= cost
             if left < 0:
                 hidden += 1

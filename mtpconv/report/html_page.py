@@ -16,8 +16,8 @@ from typing import Final
 import mtpconv
 from mtpconv.audit.finding import Report
 from mtpconv.report import words
-from mtpconv.report.escape import html
-from mtpconv.report.grid import Grid, encode, make_grid
+from mtpconv.report.escape import html, plain
+from mtpconv.report.grid import Grid, fit_grid
 from mtpconv.report.groups import Group, extent, group_findings
 
 _MARKS: Final = {"pass": "\u2713", "fail": "\u2717", "error": "?"}
@@ -27,9 +27,13 @@ _MAX_LINES: Final = 40
 _MAX_MESSAGES: Final = 5
 
 
+#: Units: bytes. Findings in text end with the first rule beyond; the page ends before 2 MB.
+_MAX_FINDINGS: Final = 200_000
+_MAX_PAGE: Final = 1_990_000
+
+
 def render(report: Report) -> str:
     """The report as one page, under 2 MB."""
-    grid = make_grid(report)
     style = _asset("page.css")
     script = _asset("page.js")
     policy = (
@@ -37,6 +41,9 @@ def render(report: Report) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     verdict = words.VERDICTS[report.verdict]
+    said = [*_head(report), *_findings(report)]
+    rest = sum(len(line.encode()) + 1 for line in (style, script, policy, *said)) + 10_000
+    grid, data = fit_grid(report, _MAX_PAGE - rest)
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -46,11 +53,10 @@ def render(report: Report) -> str:
             '<meta name="referrer" content="no-referrer">',
             f"<title>{verdict}: {html(report.after.path[:200])}</title>",
             f"<style>{style}</style></head><body>",
-            *_head(report),
-            *_findings(report),
+            *said,
             *_picture(report, grid),
             f'<footer class="quiet"><p>mtpconv {html(mtpconv.__version__)}</p></footer>',
-            f'<script type="application/json" id="data">{encode(grid)}</script>',
+            f'<script type="application/json" id="data">{data}</script>',
             f"<script>{script}</script></body></html>",
             "",
         ]
@@ -69,9 +75,9 @@ def _head(report: Report) -> Iterator[str]:
     mark = f'<span aria-hidden="true">{_MARKS[report.verdict]}</span>'
     yield f'<header class="verdict {report.verdict}">'
     yield f"<h1>{mark} {words.VERDICTS[report.verdict]}</h1>"
-    yield f"<p>{html(words.headline(report))}</p></header>"
+    yield f"<p>{html(words.headline(report)[:2000])}</p></header>"
     yield '<dl class="facts">'
-    yield f'<dt>MTP</dt><dd class="mtp">{html(words.mtp(report.mtp))}</dd>'
+    yield f'<dt>MTP</dt><dd class="mtp">{html(words.mtp(report.mtp)[:5000])}</dd>'
     for name, side in (("before", report.before), ("after", report.after)):
         if side is not None:
             yield _fact(name, words.side(side))
@@ -88,7 +94,7 @@ def _head(report: Report) -> Iterator[str]:
 
 
 def _fact(name: str, said: str) -> str:
-    return f"<dt>{name}</dt><dd>{html(said[:2000])}</dd>"
+    return f"<dt>{name}</dt><dd>{html(plain(said, 2000)[:2000])}</dd>"
 
 
 def _findings(report: Report) -> Iterator[str]:
@@ -96,10 +102,16 @@ def _findings(report: Report) -> Iterator[str]:
     yield '<section id="findings"><h2>Findings</h2>'
     if not groups:
         yield "<p>None.</p>"
-    for number, group in enumerate(groups[:_MAX_GROUPS]):
-        yield from _finding(report, group, opened=number == 0 and group.fails)
-    if len(groups) > _MAX_GROUPS:
-        yield f"<p>{words.count(len(groups) - _MAX_GROUPS, 'more rule')} in the JSON report.</p>"
+    used = shown = 0
+    for group in groups[:_MAX_GROUPS]:
+        lines = list(_finding(report, group, opened=shown == 0 and group.fails))
+        used += sum(len(line.encode()) for line in lines)
+        if shown and used > _MAX_FINDINGS:
+            break
+        shown += 1
+        yield from lines
+    if len(groups) > shown:
+        yield f"<p>{words.count(len(groups) - shown, 'more rule')} in the JSON report.</p>"
     yield "</section>"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -21,6 +22,10 @@ VERDICTS: Final[Mapping[Verdict, str]] = {
     "fail": "FAIL",
     "error": "NOT CHECKED",
 }
+
+
+#: Depths that the MTP line lists; no model has more than a few, an untrusted name may say any.
+MAX_DEPTHS: Final = 16
 
 
 def count(number: int, noun: str) -> str:
@@ -94,13 +99,17 @@ def mtp(status: MtpStatus) -> str:
         status.promised, f"config promises {count(status.promised or 0, 'depth')}"
     )
     said = [f"{plain(status.status)}; {promised}"]
-    for depth in status.depths:
+    for depth in status.depths[:MAX_DEPTHS]:
         if depth.expected is None:
             amount = count(depth.tensors, "tensor")
         else:
             amount = f"{depth.tensors:,} of {count(depth.expected, 'tensor')}"
         line = f"depth {depth.depth}: {plain(depth.status)}, {amount}"
         said.append(line + (f" ({plain(depth.detail)})" if depth.detail else ""))
+    rest = Counter(depth.status for depth in status.depths[MAX_DEPTHS:])
+    if rest:
+        kinds = ", ".join(f"{number:,} {plain(kind)}" for kind, number in rest.most_common(5))
+        said.append(f"and {count(sum(rest.values()), 'more depth')}: {kinds}")
     return "; ".join(said)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpconv.audit.finding import Finding
+from mtpconv.audit.finding import Finding, MtpDepth, MtpStatus
 from mtpconv.report import grid, html_page
 from mtpconv.report.escape import plain
 from mtpconv.tensors import ROOT, Region
@@ -191,3 +192,32 @@ def test_any_names_come_back(states: dict[str, str]) -> None:
     regions = {name: Region("trunk", 0) for name in states if "layers" in name}
     report = replace(passing(), states=states, regions=regions)
     assert decode(json.loads(grid.encode(grid.make_grid(report))))[0] == states
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: f"{'<' * 40}{i}.x",
+        lambda i: f"{i}{'<' * 900}.x",
+        lambda i: f"model.layers.{i}.q{i % 7}",
+        lambda i: f"model.layers.{i % 9}.q{i}z.1.2",
+        lambda i: f"a.{i}.{'&' * 300}{i}",
+        lambda i: f"{chr(0xF0000) * 300}{i}",
+    ],
+    ids=["markup", "long", "regions", "labels", "entities", "unprintable"],
+)
+def test_the_page_stays_under_2_mb_whatever_the_names(make: Callable[[int], str]) -> None:
+    names = {make(i): Region("mtp", i) for i in range(5000)}
+    findings = tuple(
+        Finding("T02", "extra_tensor", "error", f"{n}: {'<&>' * 50}{i}", n, region=Region("mtp", i))
+        for i, n in enumerate(names)
+    )
+    depths = tuple(MtpDepth(i, "absent", 1, None, "<" * 500) for i in range(len(names)))
+    noted = replace(passing().compared, notes=("<" * 5000,) * 60)
+    report = replace(
+        passing(), verdict="fail", findings=findings, mtp=MtpStatus("partial", 1, depths),
+        compared=noted, states=dict.fromkeys(names, "extra"), regions=names,
+    )  # fmt: skip
+    page = html_page.render(report)
+    assert 400_000 < len(page.encode()) < 2_000_000

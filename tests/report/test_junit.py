@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
 
+from mtpconv.audit.finding import Finding, MtpDepth, MtpStatus
 from mtpconv.report import junit
+from mtpconv.tensors import Region
 from tests.conftest import ROOT
 from tests.report.reports import ALL, mtp_dropped, not_checked, passing, scattered
 
@@ -102,3 +105,25 @@ def test_hostile_names_stay_text() -> None:
 def test_same_report_same_bytes() -> None:
     for name, make in ALL.items():
         assert junit.render(make()) == junit.render(make()), name
+
+
+@pytest.mark.timeout(30)
+def test_depths_that_no_model_has_are_one_group() -> None:
+    """60,000 names with a layer number each were as many suites, each with every depth."""
+    names = {f"model.layers.{i}.{i * 7}.x": Region("mtp", i) for i in range(60_000)}
+    findings = tuple(
+        Finding("T02", "extra_tensor", "error", f"{name}: is not in the reference", name)
+        for name in names
+    )
+    depths = tuple(MtpDepth(i, "extra", 1, None) for i in range(len(names)))
+    report = replace(
+        passing(), verdict="fail", findings=findings, mtp=MtpStatus("extra", 1, depths),
+        states=dict.fromkeys(names, "extra"), regions=names,
+    )  # fmt: skip
+    text = junit.render(report)
+    assert len(text) < 200_000
+    suites = re.findall(r'<testsuite name="(mtp[^"]*)"', text)
+    assert suites == [f"mtp.{n}" for n in sorted([*map(str, range(16)), "16+"])]
+    assert "and 59,984 more depths: 59,984 extra" in text
+    case = text.split('<testsuite name="mtp.16+"')[1].split("</testsuite>")[0]
+    assert "59,984 times" in case
