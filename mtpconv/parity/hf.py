@@ -100,6 +100,8 @@ def load_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfMode
     from transformers import AutoModelForCausalLM
 
     weights, geometry = _open(folder)
+    if weights.has_fp8:  # transformers would take codes for numbers
+        return _loaded(empty_hf(folder, dtype, device), device)
     with _quiet():
         try:
             trunk, info = AutoModelForCausalLM.from_pretrained(
@@ -123,6 +125,14 @@ def load_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfMode
             state = unit_state(model, module, prefix)
             module.load_state_dict(state, strict=True)
             module.to(device)
+    return model
+
+
+def _loaded(model: HfModel, device: str) -> HfModel:
+    """An empty model with the weights of its folder."""
+    for module, prefix in (*trunk_units(model), *depth_units(model)):
+        state = {n: t.to(device) for n, t in unit_state(model, module, prefix).items()}
+        module.load_state_dict(state, strict=True, assign=True)
     return model
 
 
@@ -244,7 +254,7 @@ def _causal_mask(x: Any) -> Any:
 
 def _open(folder: Path) -> tuple[HfWeights, Geometry]:
     weights = HfWeights(folder)
-    config = weights.checkpoint.config
+    config = weights.config
     if config is None:
         raise UnreadableError(f"{folder}: no readable config.json; parity cannot build the model")
     return weights, read_geometry(config)

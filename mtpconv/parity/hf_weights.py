@@ -15,7 +15,9 @@ import numpy as np
 
 from mtpconv.errors import RefusedError, UnsupportedError
 from mtpconv.parity.families import Spelling, respelled
-from mtpconv.store.content import Files
+from mtpconv.store.content import Files, reading
+from mtpconv.store.dequant import Dequantised, HfTensors
+from mtpconv.store.fp8_tensors import find_fp8, without_quantisation
 from mtpconv.store.hf import HfCheckpoint, open_hf
 
 #: safetensors dtype names to torch's, for the dtypes parity computes with.
@@ -29,14 +31,28 @@ EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 class HfWeights:
-    """Tensors of an HF folder by name, copied out of memory-mapped files one by one.
+    """Tensors of an HF folder by name, read one by one; block FP8 as the BF16 it stands for.
 
     Raises: RefusedError for a tensor that is not there.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.checkpoint: HfCheckpoint = open_hf(folder, compare_duplicates=False)
+        self._stored: HfCheckpoint = open_hf(folder, compare_duplicates=False)
+        self.checkpoint: HfTensors = self._stored
+        if any(spec.dtype == "F8_E4M3" for spec in self._stored.tensors.values()):
+            found = find_fp8(self._stored.tensors, self._stored.config or {}, str(folder))
+            self.checkpoint = Dequantised(self._stored, found)
         self._files = Files()
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether some weights are stored in FP8."""
+        return self.checkpoint is not self._stored
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """config.json as parsed, for weights as they are read: nothing is quantised any more."""
+        return None if self._stored.config is None else without_quantisation(self._stored.config)
 
     def __contains__(self, name: str) -> bool:
         return name in self.checkpoint.tensors
@@ -58,10 +74,9 @@ class HfWeights:
             raise UnsupportedError(
                 f"{name} is {spec.dtype}; parity computes with {', '.join(TORCH_DTYPES)}"
             )
-        (chunk,) = self.checkpoint.chunks(name)
         out = np.empty(spec.nbytes, "u1")
         if spec.nbytes:
-            self._files.read_into(chunk.file, chunk.start, out.data)
+            reading(self.checkpoint, name).fill(self._files, out.data)
         return torch.from_numpy(out).view(getattr(torch, dtype)).reshape(spec.shape)
 
     def close(self) -> None:
