@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
 from mtpconv.audit.codes import finding
+from mtpconv.audit.companions import PACKED
 from mtpconv.audit.finding import Finding, MtpDepth, MtpStatus, Severity
 from mtpconv.audit.names import expected_mtp_prefix, layer_number, mtp_prefix
 from mtpconv.audit.promise import Promise, read_promise
@@ -183,8 +184,14 @@ def single_status(
         elif depth in content:
             status, detail = content[depth], None
         count = len(wanted[depth]) if depth in wanted else None
-        depths.append(MtpDepth(depth, status, len(names), count, detail))
+        # Of what is wanted: junk beside it must not make up for what is gone.
+        held = len(names) if count is None else sum(_holds(subject, n) for n in wanted[depth])
+        depths.append(MtpDepth(depth, status, held, count, detail))
     return _whole(promise, depths)
+
+
+def _holds(subject: Subject, name: str) -> bool:
+    return name in subject.tensors or name + PACKED in subject.tensors
 
 
 def pair_status(
@@ -232,7 +239,11 @@ def _pair_depth(
         status, detail = "changed", compress(sorted(changed), 5)
     else:
         status = "present" if by_state["not_read"] else "preserved"
-    return MtpDepth(depth, status, len(has), len(had), detail)
+    if not had:
+        return MtpDepth(depth, status, len(has), None, detail)
+    # Of what the reference had; a difference that is allowed stands for the tensor itself.
+    there = {*has, *excused}
+    return MtpDepth(depth, status, sum(n in there for n in had), len(had), detail)
 
 
 def _whole(promise: Promise, depths: list[MtpDepth]) -> MtpStatus:

@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from mtpconv.audit.codes import finding
-from mtpconv.audit.finding import Finding
+from mtpconv.audit.companions import (
+    FLOATS,
+    FP8,
+    PACKED,
+    SECOND_SCALES,
+    code_fits,
+    companion_base,
+    has_companions,
+    is_code,
+    is_stray,
+    packed_fits,
+    scale_of,
+)
+from mtpconv.audit.finding import Finding, Severity
 from mtpconv.audit.subject import Expected, Subject
 from mtpconv.geometry import text_config
 from mtpconv.store.fp8 import Grid
 from mtpconv.store.fp8_tensors import SCALE
-from mtpconv.tensors import Region, TensorSpec
-
-#: What quantisers append to the name of a weight.
-#: Source: facts on MTP families, section 5 (DeepSeek, compressed-tensors, modelopt).
-_SCALES = ("_scale_inv", "_scale")
-_COMPANIONS = (
-    "_scale_inv", "_scale_2", "_scale", "_packed", "_shape", "_zero_point", "_g_idx",
-    "_global_scale",
-)  # fmt: skip
-_CODES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-
-
-def companion_base(name: str) -> str | None:
-    """The weight that a scale or another companion belongs to; None for other names."""
-    for suffix in _COMPANIONS:
-        if name.endswith(suffix):
-            return name.removesuffix(suffix)
-    module, _, leaf = name.rpartition(".")
-    return f"{module}.weight" if leaf in ("input_scale", "input_global_scale") else None
+from mtpconv.tensors import DTYPE_BITS, Region, TensorSpec
 
 
 def is_quantised(subject: Subject, name: str) -> bool:
-    """Whether a weight is stored as codes, so that shape and dtype are not those of the table."""
-    return subject.tensors[name].dtype in _CODES or any(
-        name + suffix in subject.tensors for suffix in _COMPANIONS
-    )
+    """Whether a weight is stored as codes, as far as it and what stands beside it tell."""
+    spec = subject.tensors[name]
+    return spec.dtype in FP8 or (is_code(spec) and has_companions(subject.tensors, name))
 
 
 def quantisation(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -53,7 +47,7 @@ def quantisation(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 def with_fp8_scales(
     expected: Expected, tensors: Mapping[str, TensorSpec], config: Mapping[str, Any] | None
 ) -> Expected:
-    """The promise of a table, and a scale for every weight that the headers say is block FP8.
+    """The promise of a table, and a scale for every weight that the headers say is FP8.
 
     Which weights are quantised is not the family's to say, so no table can. Shapes of scales
     that are there are left to `scale_findings`.
@@ -64,54 +58,175 @@ def with_fp8_scales(
         if spec.dtype == "F8_E4M3" and len(spec.shape) > 1 and n in expected.tensors
     ]
     block = _block(config)
-    if not any(n + SCALE in tensors for n in codes) and block is None:
+    there = {n: scale for n in codes if (scale := scale_of(tensors, n)) is not None}
+    if not there and block is None:
         return expected
-    scales = {}
+    scales, regions = {}, {}
     for name in codes:
         shape = Grid(tensors[name].shape, block or (128, 128)).scale_shape
-        scales[name + SCALE] = tensors.get(name + SCALE, TensorSpec("F32", shape))
-    regions = {n: expected.regions[n.removesuffix(SCALE)] for n in scales}
+        scale = there.get(name, name + SCALE)
+        scales[scale] = tensors.get(scale, TensorSpec("F32", shape))
+        regions[scale] = expected.regions[name]
     return Expected({**expected.tensors, **scales}, {**expected.regions, **regions})
 
 
 def scale_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[Finding]:
-    """FP8 weights without a scale, and a quantisation config that does not fit the tensors."""
-    codes = [n for n, s in subject.tensors.items() if s.dtype in _CODES]
+    """Codes without a scale, companions without codes, a quantisation config that fits neither."""
+    yield from _stray(subject, regions)
     config = quantisation(subject.config)
-    if config is not None and config.get("quant_method") == "fp8" and not codes:
-        if subject.tensors and not subject.blind and not subject.unread:
-            yield finding(
-                "config_contradiction",
-                "error",
-                "config.json: quantization_config says fp8 and no tensor is; remove it or"
-                " restore the quantised weights",
-                field="quantization_config", file="config.json",
-            )  # fmt: skip
+    # The scales of four-bit codes may be FP8 themselves.
+    fp8 = [n for n, s in subject.tensors.items() if s.dtype in FP8 and companion_base(n) is None]
+    whole = not (subject.blind or subject.unread)
+    if config is not None and config.get("quant_method") == "fp8" and not fp8 and whole:
+        yield _contradiction(
+            "error",
+            "quantization_config says fp8 and no tensor is; remove it or restore the quantised"
+            " weights",
+        )
         return
+    codes = {*fp8, *_integer_codes(subject, config), *_packed_weights(subject)}
     if not codes:
         return
-    known = subject.tensors.keys() | subject.unread | subject.ghosts
-    styles = Counter(s for n in codes for s in _SCALES if n + s in known)
     if config is None and subject.config is not None:
-        yield finding(
-            "config_contradiction",
-            "warning",
-            f"config.json: has no quantization_config but {len(codes)} tensors are FP8",
-            field="quantization_config", file="config.json",
+        shown = f"{len(codes)} tensors are FP8" if len(codes) == len(fp8) else (
+            f"{len(codes)} weights are stored as codes"
         )  # fmt: skip
-    if config is None and not styles:
-        return  # a bare FP8 cast: nothing says that scales ever existed
-    style = styles.most_common(1)[0][0] if styles else "_scale_inv"
-    for name in sorted(codes):
-        if subject.blind or any(name + s in known for s in _SCALES):
+        yield _contradiction("warning", f"has no quantization_config but {shown}")
+    known = subject.tensors.keys() | subject.unread | subject.ghosts
+    scales = {n: scale for n in codes if (scale := scale_of(known, n)) is not None}
+    if config is None and not scales:
+        codes -= {*fp8}  # bare FP8 casts: nothing says that scales ever existed
+    if not subject.blind:
+        yield from _scaleless(codes, scales, regions, subject)
+    yield from _half_scaled(scales, known, regions, subject)
+    yield from _block_shapes(subject, config, fp8, regions)
+
+
+def _contradiction(severity: Severity, what: str) -> Finding:
+    return finding(
+        "config_contradiction", severity, f"config.json: {what}",
+        field="quantization_config", file="config.json",
+    )  # fmt: skip
+
+
+def _stray(subject: Subject, regions: Mapping[str, Region]) -> Iterator[Finding]:
+    known = subject.expected.tensors if subject.expected is not None else {}
+    for name in sorted(subject.tensors):
+        # Without a table, `module.scale` may be anything.
+        is_name = subject.expected is not None or not name.endswith(".scale")
+        if name not in known and is_name and is_stray(subject.tensors, name):
+            yield finding(
+                "extra_tensor", "error",
+                f"{name}: belongs to a quantised weight, and the weight beside it is none",
+                tensor=name, region=regions[name],
+            )  # fmt: skip
+
+
+def _integer_codes(subject: Subject, config: Mapping[str, Any] | None) -> list[str]:
+    """Weights that are integers because a quantiser wrote them."""
+    return [
+        n
+        for n, spec in subject.tensors.items()
+        if n.endswith("weight")
+        and is_code(spec)
+        and spec.dtype not in FP8
+        and (config is not None or has_companions(subject.tensors, n))
+    ]
+
+
+def _packed_weights(subject: Subject) -> list[str]:
+    """Weights of which only a packed form is there, by the name of the weight."""
+    names = [n.removesuffix(PACKED) for n in subject.tensors if n.endswith(PACKED)]
+    return [n for n in names if n not in subject.tensors]
+
+
+def _scaleless(
+    codes: Set[str],
+    scales: Mapping[str, str],
+    regions: Mapping[str, Region],
+    subject: Subject,
+) -> Iterator[Finding]:
+    styles = Counter(scale.removeprefix(n) for n, scale in scales.items() if scale.startswith(n))
+    common = styles.most_common(1)[0][0] if styles else "_scale_inv"
+    for name in sorted(codes - scales.keys()):
+        is_fp8 = name in subject.tensors and subject.tensors[name].dtype in FP8
+        scale = name + (common if is_fp8 else "_scale")
+        yield finding(
+            "missing_tensor", "error",
+            f"{scale}: the {'FP8' if is_fp8 else 'quantised'} weight is there and its scale is not",
+            tensor=scale, region=_region(name, regions),
+        )  # fmt: skip
+
+
+def _half_scaled(
+    scales: Mapping[str, str],
+    known: Set[str],
+    regions: Mapping[str, Region],
+    subject: Subject,
+) -> Iterator[Finding]:
+    """Four-bit codes: a row of scales for each row, and a second scale where those are FP8."""
+    for name, scale in sorted(scales.items()):
+        spec = subject.tensors.get(name, subject.tensors.get(name + PACKED))
+        held = subject.tensors.get(scale)
+        if spec is None or held is None or spec.dtype in FP8:
             continue
-        yield finding(
-            "missing_tensor",
-            "error",
-            f"{name + style}: the FP8 weight is there and its scale is not",
-            tensor=name + style, region=regions[name],
-        )  # fmt: skip
-    yield from _block_shapes(subject, config, codes, regions)
+        if held.dtype in FP8 and not any(name + s in known for s in SECOND_SCALES):
+            second = name + ("_scale_2" if name in subject.tensors else "_global_scale")
+            yield finding(
+                "missing_tensor", "error",
+                f"{second}: the weight's scales are FP8, and the scale over them is not there",
+                tensor=second, region=_region(name, regions),
+            )  # fmt: skip
+        if not held.elements or held.shape[:1] not in ((), (1,), spec.shape[:1]):
+            wanted = [*spec.shape[:1], *held.shape[1:]]
+            yield finding(
+                "shape_mismatch", "error",
+                f"{scale}: is {list(held.shape)}, the weight has {spec.shape[0]} rows",
+                tensor=scale, region=_region(name, regions),
+                before=wanted, after=list(held.shape),
+            )  # fmt: skip
+
+
+def _region(weight: str, regions: Mapping[str, Region]) -> Region:
+    return regions[weight] if weight in regions else regions[weight + PACKED]
+
+
+def form_findings(
+    subject: Subject, name: str, wanted: TensorSpec, region: Region
+) -> Iterator[Finding]:
+    """A tensor in another form than config and table say: shape, dtype, codes or packed."""
+    spec, config = subject.tensors.get(name), quantisation(subject.config)
+    if spec is None:
+        packed = subject.tensors.get(name + PACKED)
+        if packed is not None and not packed_fits(packed, wanted.shape, config):
+            what = f"is {packed.dtype} {list(packed.shape)} and cannot be {list(wanted.shape)}"
+            yield _shape(f"{name}{PACKED}", what, wanted, packed, region)
+        return
+    quantised = is_code(spec) and wanted.dtype in FLOATS
+    if not (code_fits(spec, wanted.shape) if quantised else spec.shape == wanted.shape):
+        what = f"is {list(spec.shape)}, config and table say {list(wanted.shape)}"
+        yield _shape(name, what, wanted, spec, region)
+    if spec.dtype == wanted.dtype or is_quantised(subject, name) or (quantised and config):
+        return
+    said = f"{name}: is {spec.dtype}, config and table say {wanted.dtype}"
+    severity: Severity = "warning"
+    if (wanted.dtype in FLOATS) is not (spec.dtype in FLOATS):
+        severity = "error"
+        if quantised:
+            said += ", and neither a scale nor a quantization_config makes codes of it"
+    elif DTYPE_BITS[spec.dtype] < DTYPE_BITS[wanted.dtype]:
+        said += "; low bits are lost"
+    yield finding(
+        "dtype_mismatch", severity, said,
+        tensor=name, region=region, before=wanted.dtype, after=spec.dtype,
+    )  # fmt: skip
+
+
+def _shape(name: str, what: str, wanted: TensorSpec, spec: TensorSpec, region: Region) -> Finding:
+    return finding(
+        "shape_mismatch", "error", f"{name}: {what}",
+        tensor=name, region=region, before=list(wanted.shape), after=list(spec.shape),
+    )  # fmt: skip
 
 
 def _block(config: Mapping[str, Any] | None) -> tuple[int, int] | None:

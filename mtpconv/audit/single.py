@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from mtpconv.audit.codes import finding
+from mtpconv.audit.companions import PACKED, companion_base
 from mtpconv.audit.finding import Finding
 from mtpconv.audit.mtp import depths_of
 from mtpconv.audit.promise import read_promise
-from mtpconv.audit.quantised import companion_base, is_quantised, scale_findings
+from mtpconv.audit.quantised import form_findings, scale_findings
 from mtpconv.audit.subject import Expected, Subject
 from mtpconv.audit.tablefree import tablefree_findings
 from mtpconv.store.hf import CONFIG_NAME
-from mtpconv.tensors import DTYPE_BITS, Region
+from mtpconv.tensors import Region
 
 
 def single_regions(subject: Subject) -> dict[str, Region]:
@@ -104,28 +105,9 @@ def _unexpected(
 
 def _misshapen(subject: Subject, expected: Expected) -> Iterator[Finding]:
     for name, wanted in sorted(expected.tensors.items()):
-        spec = subject.tensors.get(name)
-        if spec is None or wanted is None or spec == wanted or is_quantised(subject, name):
-            continue
-        region = expected.regions[name]
-        if spec.shape != wanted.shape:
-            a, b = list(wanted.shape), list(spec.shape)
-            yield finding(
-                "shape_mismatch",
-                "error",
-                f"{name}: is {b}, config and table say {a}",
-                tensor=name, region=region, before=a, after=b,
-            )  # fmt: skip
-        if spec.dtype != wanted.dtype:
-            lost = DTYPE_BITS[spec.dtype] < DTYPE_BITS[wanted.dtype]
-            yield finding(
-                "dtype_mismatch",
-                "warning",
-                f"{name}: is {spec.dtype}, config and table say {wanted.dtype}"
-                + ("; low bits are lost" if lost else ""),
-                tensor=name, region=region, before=wanted.dtype, after=spec.dtype,
-            )  # fmt: skip
+        if wanted is not None and subject.tensors.get(name) != wanted:
+            yield from form_findings(subject, name, wanted, expected.regions[name])
 
 
 def _is_stored_packed(subject: Subject, name: str) -> bool:
-    return name + "_packed" in subject.tensors
+    return name + PACKED in subject.tensors
