@@ -62,8 +62,10 @@ def _head_line(head: HeadResult) -> str:
     if head.passed:
         return line + "  ok"
     worst = head.worst
+    above = sum(not spot <= head.limits.largest for row in head.per_position for spot in row)
     return (
-        f"{line}  DIFFERS: row {worst.row}, position {worst.position}, token {worst.token}: "
+        f"{line}  DIFFERS at {above} of {head.positions} positions, most at row {worst.row}, "
+        f"position {worst.position}, token {worst.token}: "
         f"logit {worst.logit} is {worst.reference:.4g} and {worst.megatron:.4g}"
     )
 

@@ -94,7 +94,7 @@ def test_the_text_has_a_line_for_every_head(broken: tuple[Path, Path]) -> None:
     lines = {line.split("  ")[1]: line for line in text.splitlines() if line.startswith("  ")}
     assert lines["trunk"].endswith("ok")
     assert lines["depth 0"].endswith("ok")
-    assert "DIFFERS: row 0, position" in lines["depth 1"]
+    assert "DIFFERS at 62 of 62 positions, most at row 0, position" in lines["depth 1"]
     assert "differs first: depth 1, after eh_proj: halves of eh_proj are swapped" in text
     assert text.splitlines()[-1].startswith("FAIL")
 

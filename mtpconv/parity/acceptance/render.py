@@ -11,6 +11,9 @@ from mtpconv.parity.acceptance.report import AcceptanceReport, Measurement
 
 FORMAT = 1
 
+#: A ground of its own, for pages that are dark.
+_WHITE = "<rect width='100%' height='100%' fill='#ffffff'/>"
+
 
 def render_text(report: AcceptanceReport) -> str:
     """The report for a terminal."""
@@ -85,7 +88,7 @@ def bars(title: str, rows: Sequence[tuple[str, float | None]]) -> str:
     height = 40 + len(rows) * step
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
-        f"font-family='system-ui,sans-serif' font-size='13'>{''.join(parts)}</svg>\n"
+        f"font-family='system-ui,sans-serif' font-size='13'>{_WHITE}{''.join(parts)}</svg>\n"
     )
 
 
@@ -125,5 +128,5 @@ def curves(title: str, places: Sequence[str], lines: Mapping[str, Sequence[float
         )
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
-        f"font-family='system-ui,sans-serif' font-size='13'>{''.join(parts)}</svg>\n"
+        f"font-family='system-ui,sans-serif' font-size='13'>{_WHITE}{''.join(parts)}</svg>\n"
     )
