@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 from mtpconv.errors import UnreadableError, UnsupportedError
 from mtpconv.store.hf_index import INDEX_NAME, outside
+from mtpconv.store.http import HttpFolder
 from mtpconv.store.json_text import parse_json
 
 #: Units: bytes. As the safetensors library limits a header.
 _HEADER_LIMIT = 100_000_000
 _SMALL_LIMIT = 256 << 20
+#: Units: bytes. No file system holds a larger file; a server that says so makes it up.
+_FILE_LIMIT = 1 << 50
 _WORKERS = 8
-_TIMEOUT = 60.0
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://.")
 
@@ -48,11 +48,15 @@ class Remote(Protocol):
 def open_remote(url: str) -> Remote:
     """The files below a URL: hf://, http(s)://, or any other scheme that fsspec knows.
 
-    Raises: UnsupportedError if the scheme needs a package that is not installed.
+    Raises: UnreadableError if it is no URL; UnsupportedError if the scheme needs a package that
+    is not installed.
     """
-    scheme = urlsplit(url).scheme
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError as error:
+        raise UnreadableError(f"{url}: is no URL: {error}") from error
     if scheme in ("http", "https"):
-        return _Http(url.rstrip("/"))
+        return HttpFolder(url.rstrip("/"))
     if scheme == "hf":
         found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?/?", url)
         if found is None:
@@ -60,8 +64,10 @@ def open_remote(url: str) -> Remote:
                 f"{url}: must look like hf://ORG/MODEL or hf://ORG/MODEL@REVISION"
             )
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+        if urlsplit(hub).scheme not in ("http", "https"):
+            raise UnreadableError(f"HF_ENDPOINT={hub}: must begin with https:// or http://")
         revision = quote(found[2] or "main", safe="")
-        return _Http(f"{hub}/{found[1]}/resolve/{revision}", os.environ.get("HF_TOKEN"))
+        return HttpFolder(f"{hub}/{found[1]}/resolve/{revision}", os.environ.get("HF_TOKEN"))
     return _Fsspec(url)
 
 
@@ -96,7 +102,7 @@ def _fetch(remote: Remote, url: str, name: str, folder: Path) -> bytes | None:
     data, size = found
     if size > _SMALL_LIMIT or len(data) != size:
         raise UnreadableError(f"{url}/{name}: {len(data):,} of {size:,} bytes came; try again")
-    (folder / name).write_bytes(data)
+    _write(folder / name, data, size)
     return data
 
 
@@ -113,56 +119,23 @@ def _mirror_shard(remote: Remote, url: str, name: str, folder: Path) -> bool:
         rest = found[0] if found is not None else b""
         if len(rest) != length:
             raise UnreadableError(f"{url}/{name}: the header came short; try again")
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.write(start + rest)
-        file.truncate(size)
+    if size > _FILE_LIMIT:
+        raise UnreadableError(f"{url}/{name}: the server claims a size that no file has")
+    _write(folder / name, start + rest, size)
     return True
 
 
-class _Http:
-    """Files below an http(s) URL; servers that ignore ranges are read no further than needed."""
-
-    def __init__(self, base: str, token: str | None = None) -> None:
-        self._base = base
-        self._token = token
-
-    def names(self) -> None:
-        """HTTP has no listing."""
-
-    def read(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
-        """See `Remote.read`."""
-        url = f"{self._base}/{quote(name)}"
-        request = urllib.request.Request(url, headers={"Accept-Encoding": "identity"})  # noqa: S310
-        request.add_header("Range", f"bytes={start}-{start + length - 1}")
-        if self._token:
-            # Not forwarded when the hub redirects to its storage: that host needs no token.
-            request.add_unredirected_header("Authorization", f"Bearer {self._token}")
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:  # noqa: S310
-                return _answered(answer, start, length, url)
-        except urllib.error.HTTPError as error:
-            if error.code in (404, 410):
-                return None
-            if error.code == 416:  # an empty file has no first byte
-                return b"", 0
-            raise UnreadableError(f"{url}: the server says {error.code} {error.reason}") from error
-        except (OSError, ValueError) as error:
-            raise UnreadableError(f"{url}: cannot be reached: {error}") from error
-
-
-def _answered(answer: Any, start: int, length: int, url: str) -> tuple[bytes, int]:
-    if answer.status == 206:
-        total = re.fullmatch(r"bytes \d+-\d+/(\d+)", answer.headers.get("Content-Range", ""))
-        if total is None:
-            raise UnreadableError(f"{url}: the server does not say how large the file is")
-        return answer.read(length), int(total[1])
-    size = answer.headers.get("Content-Length")
-    if size is None or not size.isdecimal():
-        raise UnreadableError(f"{url}: the server does not say how large the file is")
-    skipped = len(answer.read(start))
-    return (answer.read(length) if skipped == start else b""), int(size)
+def _write(path: Path, data: bytes, size: int) -> None:
+    """A file of `size` bytes that begins with `data`; the rest takes no room."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(data)
+            file.truncate(size)
+    except OSError as error:
+        raise UnreadableError(
+            f"{path.name}: cannot be mirrored in {path.parent}: {error.strerror}"
+        ) from error
 
 
 class _Fsspec:
