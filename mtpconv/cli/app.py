@@ -268,11 +268,14 @@ def audit(
     form: Annotated[
         str,
         typer.Option(
-            "--format", help="On standard output: text, json, markdown, junit, sarif, html."
+            "--format",
+            metavar="FORMAT",
+            help="On standard output: text, json, markdown, junit, sarif, html, github.",
         ),
     ] = "text",
     report: Annotated[
-        list[str] | None, typer.Option(help="Also write FORMAT=FILE; may be given several times.")
+        list[str] | None,
+        typer.Option(metavar="FORMAT=FILE", help="Also write a file; may be given several times."),
     ] = None,
     allow: Annotated[
         list[str] | None,
@@ -282,16 +285,21 @@ def audit(
         ),
     ] = None,
     expect: Annotated[
-        str, typer.Option(help="bytes, or structure after training (values may differ).")
+        str,
+        typer.Option(
+            metavar="bytes|structure",
+            help="structure: after training, values may differ and MTP must have moved.",
+        ),
     ] = "bytes",
     base: Annotated[
         str | None, typer.Option(help="Checkpoint that AFTER was trained from: finds stale MTP.")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="What vllm, sglang or transformers would do with it.")
+        str | None,
+        typer.Option(metavar="vllm|sglang|transformers", help="What an engine would do with it."),
     ] = None,
     require: Annotated[
-        str | None, typer.Option(help="Exit 3 unless this tier was reached: L0, L1, L2.")
+        str | None, typer.Option(metavar="L0|L1|L2", help="Exit 3 unless this tier was reached.")
     ] = None,
     headers_only: Annotated[
         bool, typer.Option("--headers-only", help="Tier L0: read no tensor bytes.")
@@ -344,6 +352,7 @@ def parity(
     length: Annotated[
         int | None, typer.Option(min=2, help="Tokens; default: longer than index_topk.")
     ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of random tokens.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
     max_abs: Annotated[
         float | None, typer.Option(help="Largest difference allowed, instead of measured noise.")
@@ -365,8 +374,9 @@ def parity(
     from mtpconv.cli.model import run_parity
 
     run_parity(
-        hf, mcore, device=device, dtype=dtype, prompts=prompts, length=length, seed=seed,
-        max_abs=max_abs, mean_abs=mean_abs, stream=stream, form=form, html=html, quiet=quiet,
+        hf, mcore, device=device, dtype=dtype, prompts=prompts, length=length, rows=rows,
+        seed=seed, max_abs=max_abs, mean_abs=mean_abs, stream=stream, form=form, html=html,
+        quiet=quiet,
     )  # fmt: skip
 
 
@@ -404,6 +414,7 @@ def acceptance(
     depth: Annotated[
         int | None, typer.Option(min=1, help="Drafts per pass; default: the number of MTP depths.")
     ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Random prompts, without --prompts.")] = 4,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 48,
     draft: Annotated[
         str, typer.Option(help="Who drafts: mtp, ngram, or the folder of a smaller model.")
@@ -419,6 +430,9 @@ def acceptance(
     draft_cost: Annotated[
         float | None, typer.Option(help="Cost of one draft per pass, instead of measuring it.")
     ] = None,
+    no_cost: Annotated[
+        bool, typer.Option("--no-cost", help="Do not measure what a pass costs here.")
+    ] = False,
     like: Annotated[
         Path | None, typer.Option(help="Config and tokenizer for a torch_dist folder without them.")
     ] = None,
@@ -437,7 +451,8 @@ def acceptance(
     from mtpconv.cli.model import run_acceptance
 
     run_acceptance(
-        checkpoint, form=form, quiet=quiet, prompts=prompts, depth=depth, tokens=tokens,
+        checkpoint, form=form, quiet=quiet, prompts=prompts, depth=depth, rows=rows, tokens=tokens,
         draft=draft, temperature=temperature, min_acceptance=min_acceptance, against=against,
-        margin=margin, draft_cost=draft_cost, like=like, device=device, dtype=dtype, seed=seed,
+        margin=margin, draft_cost=draft_cost, cost=not no_cost, like=like, device=device,
+        dtype=dtype, seed=seed,
     )  # fmt: skip
