@@ -22,11 +22,17 @@ from mtpconv.audit.subject import Subject
 from mtpconv.audit.waivers import read_waivers
 from mtpconv.cli.files import require_file
 from mtpconv.cli.terminal import make_progress
-from mtpconv.errors import RefusedError, UsageError
+from mtpconv.errors import RefusedError, UsageError, WriteError
 from mtpconv.progress import Progress
 from mtpconv.report import FORMATS, attest, github, parse_targets, text, write_file, write_reports
 from mtpconv.store.checkpoint import require_sound
-from mtpconv.store.manifest import hash_files, manifest_text, take_manifest, write_manifest
+from mtpconv.store.manifest import (
+    hash_files,
+    manifest_text,
+    read_manifest,
+    take_manifest,
+    write_manifest,
+)
 from mtpconv.store.places import places_read
 from mtpconv.store.remote import is_remote, mirror_headers
 
@@ -53,6 +59,10 @@ def run_audit(
         raise UsageError(f"--format {form}: must be one of {', '.join(FORMATS)}")
     if attestation is not None and manifest is None:
         raise UsageError("--attest needs --manifest: the statement names the manifest it is about")
+    if manifest is not None:
+        if is_remote(after):
+            raise UsageError(f"--manifest {manifest}: of {after} no digests can be taken")
+        read_manifest(manifest)  # that it cannot be read must not cost an hour either
     chosen = make_options(**options)
     with ExitStack() as stack:
         afar = [t for t in (before, after) if t is not None and is_remote(t)]
@@ -222,4 +232,8 @@ def _show(done: Report, form: str, *, verbose: bool, quiet: bool) -> None:
     if github.active(os.environ):
         if form != "github":
             sys.stderr.write(github.render(done))
-        github.write_summary(done)
+        try:
+            github.write_summary(done)
+        except WriteError as error:
+            # The page is one more copy of what was said; the verdict must not hang on it.
+            typer.echo(f"mtpconv: warning: {error}", err=True)

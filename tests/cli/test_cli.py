@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from mtpconv.cli import main
+from mtpconv.report import FORMATS
 from tests.convert.folders import make_hf, tensors_of, write_hf
 from tests.mapping.toy import config
 
@@ -269,3 +270,49 @@ def test_a_base_far_away_is_said_not_to_be_checked(run: Run, tmp_path: Path) -> 
         assert any("stale was not checked" in f["message"] for f in report["findings"])
     assert any("the bytes were not compared" in f["message"] for f in afar["findings"])
     assert not any("the same bytes" in f["message"] for f in afar["findings"])
+
+
+def test_a_statement_that_cannot_be_made_is_refused_before_anything_is_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    monkeypatch.setattr("mtpconv.cli.audit.run_with_progress", lambda *_: 1 / 0)
+    (tmp_path / "garbage.json").write_text("x")
+    words = ("audit", hf, hf, "--attest", tmp_path / "out.json", "--manifest")
+    for manifest, code in (
+        (tmp_path / "nope.json", 3), (tmp_path / "garbage.json", 3), (hf, 3),
+    ):  # fmt: skip
+        said = run(*words, manifest)
+        assert said.code == code
+        assert str(manifest) in one_line(said)
+    assert not (tmp_path / "out.json").exists()
+    url = ("audit", "memory://hub/model", "--attest", tmp_path / "out.json", "--manifest")
+    said = run(*url, tmp_path / "nope.json")
+    assert said.code == 2
+    assert "memory://hub/model" in one_line(said)
+
+
+@pytest.mark.parametrize("where", ["a folder", "nowhere"])
+def test_a_summary_that_cannot_be_written_changes_no_verdict(
+    where: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    page = tmp_path if where == "a folder" else tmp_path / "no" / "summary.md"
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
+    said = run("audit", hf, hf)
+    assert said.code == 0
+    assert "warning" in one_line(said)
+    assert str(page) in one_line(said)
+    (hf / "config.json").write_text("{")
+    assert run("audit", hf, hf).code in (1, 3)
+    assert run("audit", hf).code == 1
+
+
+def test_help_lists_what_an_option_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    said = " ".join(run("audit", "--help").out.split())
+    assert ", ".join(FORMATS) in said
+    assert "bytes|structure" in said
+    assert "[default: bytes]" in said
+    assert "L0|L1|L2" in said
