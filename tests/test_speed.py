@@ -1,0 +1,95 @@
+"""The steady figures of speed, with wide margins: CPU, memory, imports. See benchmarks/."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import measure, model
+from tests.conftest import ROOT
+
+#: What takes seconds to import, and what only the command line needs.
+HEAVY = {"torch", "transformers", "megatron", "pandas", "fsspec"}
+
+
+def loaded(*arguments: str) -> set[str]:
+    """Top-level modules that a command has imported when it ends."""
+    code = (
+        "import json, sys; sys.argv[1:] = json.loads(sys.argv[1])\n"
+        "from mtpconv.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        "print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(arguments)], cwd=ROOT,
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    found: list[str] = json.loads(done.stderr.splitlines()[-1])
+    return set(found)
+
+
+def test_help_and_version_import_next_to_nothing() -> None:
+    for arguments in (["--version"], ["--help"], ["audit", "--help"], ["hf2mcore", "--help"]):
+        assert not loaded(*arguments) & {*HEAVY, "numpy", "blake3", "safetensors"}, arguments
+
+
+def test_no_command_that_moves_bytes_imports_torch(tmp_path: Path) -> None:
+    hf = model.tiny(tmp_path / "hf", "deepseek-v3", num_hidden_layers=4, n_routed_experts=8)
+    config = str(ROOT / "fixtures" / "configs" / "glm-5.2.json")
+    mcore, back = str(tmp_path / "mcore"), str(tmp_path / "back")
+    for arguments in (
+        ["plan", config], ["inventory", str(hf)], ["hf2mcore", str(hf), mcore],
+        ["mcore2hf", mcore, back], ["audit", str(hf), back], ["audit", str(hf), mcore],
+    ):  # fmt: skip
+        assert not loaded(*arguments) & HEAVY, arguments
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """12,000 tensors with hardly a byte in them."""
+    folder = tmp_path_factory.mktemp("many")
+    return model.tiny(folder / "hf", "deepseek-v3", num_hidden_layers=19)
+
+
+def tensors(hf: Path) -> int:
+    index = json.loads((hf / "model.safetensors.index.json").read_text())
+    return len(index["weight_map"])
+
+
+def test_cpu_and_memory_of_a_tensor(many: Path, tmp_path: Path) -> None:
+    """About 0.1 ms and 1 KB for each, verification included; a shared machine may need twice."""
+    count = tensors(many)
+    assert count > 12_000
+    there = measure.mtpconv("hf2mcore", many, tmp_path / "mcore", "--quiet")
+    back = measure.mtpconv("mcore2hf", tmp_path / "mcore", tmp_path / "back", "--quiet")
+    for cost in (there, back):
+        assert cost.cpu < 1.0 + count * 400e-6
+        assert cost.anonymous < 120e6 + count * 3000
+
+
+@pytest.mark.slow
+def test_cpu_and_memory_of_a_gigabyte(tmp_path: Path) -> None:
+    """About 1 CPU s/GB to convert and 0.5 to verify; no more memory than a few blocks."""
+    config = {**model.published("deepseek-v3"), **model.WIDTHS, "hidden_size": 2048,
+              "num_hidden_layers": 3, "n_routed_experts": 80}  # fmt: skip
+    hf = model.make_model(tmp_path / "hf", config, 2)
+    size = measure.size_of(hf)
+    assert size > 4e8
+    there = measure.mtpconv("hf2mcore", hf, tmp_path / "mcore", "--quiet")
+    back = measure.mtpconv("mcore2hf", tmp_path / "mcore", tmp_path / "back", "--quiet")
+    for cost in (there, back):
+        assert cost.cpu < 1.0 + 4.0 * size / 1e9
+        assert cost.anonymous < 120e6
+
+
+def test_planning_is_linear(many: Path, tmp_path: Path) -> None:
+    twice = model.tiny(tmp_path / "hf", "deepseek-v3", num_hidden_layers=19, n_routed_experts=512)
+    costs = [
+        measure.mtpconv("hf2mcore", hf, tmp_path / f"mcore{i}", "--quiet").cpu
+        for i, hf in enumerate((many, twice))
+    ]
+    assert costs[1] < 3.0 * costs[0]
