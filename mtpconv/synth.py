@@ -16,7 +16,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mtpconv.audit.names import is_own_head
-from mtpconv.errors import UnsupportedError
+from mtpconv.errors import UnsupportedError, UsageError
+from mtpconv.geometry import EXPERT_FIELDS, MTP_FIELDS, read_geometry, text_config
+from mtpconv.geometry.config import MTP_PATTERN_FIELDS
 from mtpconv.mapping.plan import Plan
 from mtpconv.store.fp8 import Grid
 from mtpconv.store.fp8_tensors import SCALE, Quantised, quantisation, with_scales
@@ -54,6 +56,62 @@ def shrink(config: Mapping[str, Any], widths: Mapping[str, int] = TINY) -> dict[
     if "kv_lora_rank" in config and "num_key_value_heads" in config:
         small["num_key_value_heads"] = small["num_attention_heads"]  # MLA has no groups
     return small
+
+
+#: LongCat has the second one, other families the first.
+_LAYER_FIELDS = ("num_hidden_layers", "num_layers")
+#: Words in the names of fields that hold an entry for each layer.
+_BY_LAYER = ("layer", "type", "pattern", "ratio", "freq")
+#: How many experts see a token, in the spellings of the families.
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k")
+
+
+def fewer(
+    config: Mapping[str, Any], *, layers: int | None = None, experts: int | None = None
+) -> dict[str, Any]:
+    """The config with that many trunk layers and routed experts; MTP depths stay.
+
+    Raises: UsageError if the model has fewer layers; RefusedError if it does not say how many.
+    """
+    whole = text_config(config)
+    text = dict(whole)
+    if layers is not None:
+        _cut_layers(text, layers)
+    if experts is not None:
+        for field in EXPERT_FIELDS:
+            if text.get(field) is not None:
+                text[field] = experts
+        for field in _TOP_K:
+            if isinstance(text.get(field), int):
+                text[field] = min(text[field], experts)
+        groups = text.get("n_group")
+        if isinstance(groups, int) and groups > 0 and experts % groups:
+            text.update(n_group=1, topk_group=1)
+    if whole is config:
+        return text
+    return {key: text if value is whole else value for key, value in config.items()}
+
+
+def _cut_layers(text: dict[str, Any], layers: int) -> None:
+    """Cut every field that has an entry for each layer; entries of MTP depths follow the trunk's.
+
+    Lists that name layers by number may name ones that are gone.
+    """
+    old = read_geometry({"model_type": "any", **text}).layers
+    if layers > old:
+        raise UsageError(f"--layers {layers}: the config has {old} trunk layers; name fewer")
+    depths = sum(text[f] for f in MTP_FIELDS if isinstance(text.get(f), int))
+    for field, value in text.items():
+        if field in _LAYER_FIELDS:
+            text[field] = layers
+        elif _is_by_layer(field, value) and old <= len(value) <= old + depths:
+            kept = [*value[:layers], *value[old:]]
+            text[field] = "".join(kept) if isinstance(value, str) else kept
+
+
+def _is_by_layer(field: str, value: object) -> bool:
+    named = any(word in field for word in _BY_LAYER) and field not in MTP_PATTERN_FIELDS
+    return named and isinstance(value, str | list)
 
 
 def synth(
@@ -99,6 +157,8 @@ def released(plan: Plan) -> dict[str, TensorSpec]:
     if stated.get("quant_method") != "fp8":
         return dict(plan.hf)
     block = stated.get("weight_block_size") or (128, 128)
+    if plan.geometry.model_type == "deepseek_v4":
+        return _deepseek_v4(plan.hf, (block[0], block[1]))
     excepted = {*(stated.get("modules_to_not_convert") or ())}
     return with_scales(
         plan.hf,
@@ -106,12 +166,49 @@ def released(plan: Plan) -> dict[str, TensorSpec]:
             name: Quantised(name, name + SCALE, Grid(spec.shape, (block[0], block[1])), "F32")
             for name, spec in plan.hf.items()
             if ".layers." in name
-            and "proj" in name
-            and "eh_proj" not in name
+            and _is_projection(name)
             and name.removesuffix(".weight") not in excepted
             and len(spec.shape) > 1
         },
     )
+
+
+def _is_projection(name: str) -> bool:
+    if name.endswith((".w1.weight", ".w2.weight", ".w3.weight")):  # MiniMax, Mixtral
+        return True
+    return "proj" in name and "eh_proj" not in name
+
+
+#: What DeepSeek-V4 keeps in block FP8; with one scale for each of them and for each matrix of an
+#: expert it has the 34,167 scales of the published listing (mappings/deepseek_v4.toml).
+_V4_FP8 = tuple(
+    f"{module}.weight"
+    for module in (
+        "attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b", "attn.indexer.wq_b",
+        "shared_experts.w1", "shared_experts.w2", "shared_experts.w3", "e_proj", "h_proj",
+    )
+)  # fmt: skip
+#: Values of MXFP4 that share a scale. Source: OCP MX specification 1.0, section 5.
+_MX_BLOCK = 32
+
+
+def _deepseek_v4(
+    weights: Mapping[str, TensorSpec], block: tuple[int, int]
+) -> dict[str, TensorSpec]:
+    """Experts as MXFP4, two values a byte, other projections as FP8, scales of E8M0 beside."""
+    found: dict[str, TensorSpec] = {}
+    for name, spec in weights.items():
+        scale = name.removesuffix("weight") + "scale"
+        if ".experts." in name:
+            rows, columns = spec.shape
+            found[name] = TensorSpec("I8", (rows, -(-columns // 2)))
+            found[scale] = TensorSpec("F8_E8M0", (rows, -(-columns // _MX_BLOCK)))
+        elif name.endswith(_V4_FP8):
+            found[name] = TensorSpec("F8_E4M3", spec.shape)
+            found[scale] = TensorSpec("F8_E8M0", Grid(spec.shape, block).scale_shape)
+        else:
+            found[name] = spec
+    return found
 
 
 def tensor_bytes(name: str, spec: TensorSpec, seed: int) -> bytes:
@@ -124,7 +221,9 @@ def tensor_bytes(name: str, spec: TensorSpec, seed: int) -> bytes:
     if spec.dtype == "F8_E4M3":
         words = np.frombuffer(raw, "u1")
         return np.where(words & 0x7F == 0x7F, words ^ 1, words).astype("u1").tobytes()
-    if spec.dtype in ("I64", "I32", "U8", "I8", "I16", "U16", "U32", "U64", "F8_E8M0"):
+    if spec.dtype == "F8_E8M0":  # 2^-15 to 2^-8: weights are about 0.01
+        return (np.frombuffer(raw, "u1") % 8 + 112).astype("u1").tobytes()
+    if spec.dtype in ("I64", "I32", "U8", "I8", "I16", "U16", "U32", "U64"):
         return raw
     if spec.dtype == "BOOL":
         return (np.frombuffer(raw, "u1") & 1).tobytes()

@@ -109,17 +109,11 @@ def run_synth(
 ) -> None:
     """Write a small checkpoint."""
     from mtpconv.convert.output import Output
-    from mtpconv.geometry import EXPERT_FIELDS
     from mtpconv.store.places import places_read
-    from mtpconv.synth import released, shrink, synth
+    from mtpconv.synth import fewer, released, shrink, synth
 
     raw = read_config(config)
-    small = dict(raw) if full_width else shrink(raw)
-    if layers is not None:
-        small["num_hidden_layers"] = layers
-    for field in EXPERT_FIELDS:
-        if experts is not None and field in small:
-            small[field] = experts
+    small = fewer(raw if full_width else shrink(raw), layers=layers, experts=experts)
     if dst.is_dir() and any(dst.iterdir()):
         raise UsageError(f"{dst}: exists and is not empty; name another folder")
     table = read_table(mapping) if mapping else find_table(str(small.get("model_type")))
