@@ -70,9 +70,7 @@ def make_headers(folder: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, S
         else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     )
     metadata = {"format": "pt"}
-    return {
-        n: make_header(folder / n, g, metadata) for n, g in zip(names, groups, strict=True)
-    }
+    return {n: make_header(folder / n, g, metadata) for n, g in zip(names, groups, strict=True)}
 
 
 def write_shard(path: Path, header: ShardHeader, blocks: Blocks) -> None:

@@ -133,7 +133,8 @@ def limited(limit: str) -> Callable[..., None]:
     real = twins._Twins.__init__
 
     def init(self: Any, *words: Any) -> None:
-        real(self, *words, **{"_MAX_STARTS": {"looks": 1}, "_BUDGET": {"budget": 1}}[limit])
+        bounds: Any = {"_MAX_STARTS": {"looks": 1}, "_BUDGET": {"budget": 1}}[limit]
+        real(self, *words, **bounds)
 
     return init
 

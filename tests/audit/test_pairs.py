@@ -468,7 +468,7 @@ def unchanged(before: Model, after: Model, place: Path) -> list[tuple[int | None
     report = compare(before, after, place, expect="structure")
     assert report.verdict == "pass", shown(report)
     found = [f for f in report.findings if f.kind == "mtp_unchanged"]
-    return [(f.region and f.region.index, f.message) for f in found]
+    return [(f.region.index if f.region else None, f.message) for f in found]
 
 
 def test_each_depth_must_change(tmp_path: Path) -> None:

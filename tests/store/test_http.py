@@ -139,7 +139,7 @@ def test_a_server_that_drips_is_given_up(at_once: str, monkeypatch: pytest.Monke
 def test_a_large_body_has_the_time_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(_: str, connection: socket.socket) -> None:
         connection.sendall(HEAD.encode())
-        for _ in range(10):
+        for _part in range(10):
             connection.sendall(b"x" * 100)
             time.sleep(0.05)
 
