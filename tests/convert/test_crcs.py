@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from mtpconv.audit.audit import audit
 from mtpconv.audit.options import Options, Sample
 from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
-from mtpconv.errors import UnreadableError
+from mtpconv.errors import MtpconvError, UnreadableError, WriteError
 from mtpconv.store.crc_check import CrcCheck
 from mtpconv.store.record_writer import tensor_frame
 from mtpconv.store.torch_dist import TorchDistCheckpoint, open_torch_dist
 from tests.convert.folders import file_hashes, make_hf, overwrite
+from tests.convert.test_ranks import together
+from tests.convert.test_resume import Stop
 from tests.mapping.toy import config
 
 #: A trunk tensor, MTP, one entry of stacked experts, an embedding with padding.
@@ -69,6 +72,30 @@ def test_a_damaged_crc_is_as_bad_as_damaged_data(tmp_path: Path, mcore: Path) ->
     chunk.file.write_bytes(data)
     with pytest.raises(UnreadableError, match=re.escape(KEYS[3])):
         mcore2hf(mcore, tmp_path / "back")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_one_of_several_ranks_sees_it(tmp_path: Path, mcore: Path, key: str) -> None:
+    rot(mcore, key)
+    found = together(mcore2hf, mcore, tmp_path / "back", 3)
+    assert [f for f in found if isinstance(f, UnreadableError) and key in str(f)]
+    assert all(isinstance(f, MtpconvError) for f in found)
+    assert not (tmp_path / "back").exists()
+
+
+def test_shards_of_before_it_rotted_are_no_excuse(tmp_path: Path, mcore: Path) -> None:
+    """What --resume takes over is not read again; its records are."""
+    with pytest.raises(WriteError):
+        mcore2hf(mcore, tmp_path / "back", resume=True, progress=Stop(12_000))
+    files = list((mcore / "release").glob("*.distcp"))
+    times = [(f, f.stat().st_mtime_ns) for f in files]
+    rot(mcore, "embedding.word_embeddings.weight")
+    for file, at in times:
+        os.utime(file, ns=(at, at))  # a disk that rots tells nobody
+    progress = Stop()
+    with pytest.raises(UnreadableError, match="embedding"):
+        mcore2hf(mcore, tmp_path / "back", resume=True, progress=progress)
+    assert progress.taken
 
 
 def test_trained_weights_have_crcs_of_their_own(tmp_path: Path, mcore: Path) -> None:
