@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+from mtpconv.audit.args_rules import args_findings
 from mtpconv.audit.base import changed_regions, is_compared, stale_findings
 from mtpconv.audit.codes import checked_kinds, finding
 from mtpconv.audit.compare import Outcome, Progress, read_stats
@@ -92,7 +93,7 @@ def _audit_pair(
     whole = options.sample is None
     findings += crc_findings(after, whole=whole, workers=options.workers)
     notes += (*crc_notes(before), *crc_notes(after))
-    findings += _config_findings(before, after, found, options)
+    findings += _config_findings(before, after, found, regions, options)
     content += content_findings(found.outcomes, regions, is_pair=True)
     if after.has_bytes:
         # After training all bytes are new; else a tensor that is as it was is no news.
@@ -204,16 +205,21 @@ def _pair_regions(before: Subject, after: Subject) -> dict[str, Region]:
 
 
 def _config_findings(
-    before: Subject, after: Subject, found: Differences, options: Options
+    before: Subject,
+    after: Subject,
+    found: Differences,
+    regions: Mapping[str, Region],
+    options: Options,
 ) -> Iterator[Finding]:
     if "config" in options.allow:
         return
     if after.config is None and after.format == "hf":
         yield from _no_config(after)
-    if before.config is None or after.config is None:
-        return
     if ARGS in (before.config_source, after.config_source):
-        yield from compare_promises(before, after, found.missing)
+        yield from compare_promises(before, after, regions, found.missing)
+        yield from args_findings(before, after)
+        return
+    if before.config is None or after.config is None:
         return
     requantised = any(is_quantised(s, n) for s in (before, after) for n in found.dtype)
     yield from compare_configs(before.config, after.config, tensors_requantised=requantised)
@@ -233,6 +239,8 @@ def _own_faults(
 ) -> Iterator[Finding]:
     """Contradictions between config and MTP that are no difference to the reference."""
     if before.config is None:
+        if after.config is None:
+            return  # neither says anything, and they agree on that
         yield from promise_findings(after, regions, "error")
         return
     differs = {"missing_tensor", "extra_tensor", "config_mismatch", "index_missing_file"}

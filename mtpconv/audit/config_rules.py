@@ -76,8 +76,8 @@ def compare_configs(
 def _severity(path: Path, a: Any, b: Any, requantised: bool) -> Severity | None:
     field = path[-1]
     if any(map(_MTP.search, path)):
-        return None if _same(a, b, exact=True) else "error"
-    if _same(a, b) or field in _COSMETIC or (_is_nothing(a) and _is_nothing(b)):
+        return None if same_json(a, b, exact=True) else "error"
+    if same_json(a, b) or field in _COSMETIC or (_is_nothing(a) and _is_nothing(b)):
         return None
     if any(q in path for q in _QUANTISATION):
         return "warning" if requantised else "error"
@@ -92,7 +92,7 @@ def _severity(path: Path, a: Any, b: Any, requantised: bool) -> Severity | None:
 
 def _mismatch(path: Path, a: Any, b: Any, severity: Severity) -> Finding:
     name = _dotted(path)
-    message = f"{name} was {_shown(a)} and is {_shown(b)}; restore it from the reference"
+    message = f"{name} was {shown(a)} and is {shown(b)}; restore it from the reference"
     before, after = (None if x is ABSENT else x for x in (a, b))
     return finding(
         "config_mismatch", severity, message, field=name, before=before, after=after,
@@ -142,8 +142,8 @@ def _compare_rope(old: Flat, new: Flat) -> Iterator[Finding]:
     for place in sorted(before.keys() | after.keys()):
         there, here = before.get(place, {}), after.get(place, {})
         a, b = _meaning(place, there), _meaning(place, here)
-        if not _same(a, b):
-            paths = [p for p in (*there, *here) if not _same(there.get(p), here.get(p))]
+        if not same_json(a, b):
+            paths = [p for p in (*there, *here) if not same_json(there.get(p), here.get(p))]
             yield _mismatch(paths[0], a, b, "error")
 
 
@@ -175,18 +175,20 @@ def _rope_place(path: Path) -> Path | None:
 def _meaning(place: Path, said: Flat) -> Any:
     """The value on which all places agree; all of them as written if they do not."""
     values = list(said.values())
-    if not all(_same(values[0], v) for v in values):
+    if not all(same_json(values[0], v) for v in values):
         return {_dotted(path): value for path, value in said.items()}
     is_default = place[-1] == "rope_type" and values[:1] == ["default"]
     return values[0] if values and not is_default else ABSENT
 
 
-def _same(a: Any, b: Any, *, exact: bool = False) -> bool:
+def same_json(a: Any, b: Any, *, exact: bool = False) -> bool:
     """Whether two JSON values are equal; `true` is never 1, and `exact` keeps 1 and 1.0 apart."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k], exact=exact) for k in a)
+        return a.keys() == b.keys() and all(same_json(a[k], b[k], exact=exact) for k in a)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(_same(x, y, exact=exact) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(
+            same_json(x, y, exact=exact) for x, y in zip(a, b, strict=True)
+        )
     if type(a) is not type(b) and (exact or bool in (type(a), type(b))):
         return False
     return a is b or bool(a == b) or bool(a != a and b != b)
@@ -196,7 +198,8 @@ def _is_nothing(value: Any) -> bool:
     return value is ABSENT or value is None
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value of a config in a message."""
     if value is ABSENT:
         return "absent"
     if value is None:

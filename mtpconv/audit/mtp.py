@@ -46,7 +46,7 @@ def promise_findings(
             "config_contradiction", severity, f"{subject.config_source}: {message}", field=path,
             file=subject.config_source,
         )  # fmt: skip
-    if subject.config is None:
+    if subject.config is None and subject.megatron is None:
         return
     present = depths_of(subject.tensors, regions)
     hidden = {subject.naming.region(n) for n in subject.unread}
@@ -86,7 +86,7 @@ def _missing(
         field = promise.fields[0][0] if promise.fields else None
         said = f"{subject.config_source} says {field} = {promise.depths}"
         if not promise.depths:
-            said = f"{promise.model_type} always has MTP, says the mapping table"
+            said = f"{promise.model_type or 'this model'} always has MTP, says the mapping table"
         names = tuple(sorted(planned.get(depth, ())))
         total = f"{len(names)} tensors of " if names else ""
         yield finding(
@@ -110,48 +110,79 @@ def _orphans(
 ) -> Iterator[Finding]:
     if promise.by_family:
         return
+    said = _unpromised(subject, promise)
     for depth, names in present.items():
         if depth < (promise.depths or 0):
             continue
-        field = promise.fields[0][0] if promise.fields else "an MTP count field"
-        said = "has no" if not promise.fields else f"promises only {promise.depths} in"
         prefix = mtp_prefix(names[0])
         if subject.config_source == ARGS and prefix == "mtp.":
             prefix = f"mtp.layers.{depth}."  # sharded keys always number the depth
         yield finding(
-            "mtp_orphan", severity,
-            f"{len(names)} tensors of {prefix} (MTP depth {depth}) but {subject.config_source}"
-            f" {said} {field};"
-            " loaders ignore them",
+            "mtp_orphan", "warning" if subject.told_in and not promise.fields else severity,
+            f"{len(names)} tensors of {prefix} (MTP depth {depth}) but {said}; loaders ignore them",
             layer=layer_number(names[0]), prefix=prefix, region=Region("mtp", depth),
             tensors=tuple(sorted(names)),
         )  # fmt: skip
 
 
+def _unpromised(subject: Subject, promise: Promise) -> str:
+    """Who does not promise MTP, or not so many depths."""
+    source = subject.config_source
+    if promise.fields:
+        field, value = promise.fields[0]
+        return f"{source} says {field} = {value}"
+    if subject.told_in is not None:
+        return f"there are no args that say so ({subject.told_in} is not read)"
+    if subject.config is None:
+        return "there are no args that say so"
+    return f"{source} has no {'mtp_num_layers' if source == ARGS else 'number of MTP depths'}"
+
+
 def compare_promises(
-    before: Subject, after: Subject, missing: Collection[str]
+    before: Subject, after: Subject, regions: Mapping[str, Region], missing: Collection[str]
 ) -> Iterator[Finding]:
     """Where one side has Megatron's args instead of a config: do both promise the same MTP?
 
     If MTP tensors are missing, their findings say so already and this is a warning.
     """
+    if before.config is None or after.config is None:
+        return
     old, new = read_promise(before.config), read_promise(after.config)
     lost = any(before.naming.region(n).kind == "mtp" for n in missing)
-    kept = old.by_family or (old.never_shipped and not new.depths)
-    if (old.depths or 0) != (new.depths or 0) and not kept:
+    depths = [_depths(s, p, regions) for s, p in ((before, old), (after, new))]
+    # A promise that the family's releases never kept is none.
+    kept = (old.never_shipped and not depths[1]) or (new.never_shipped and not depths[0])
+    if depths[0] != depths[1] and not kept:
         a, b = (p.fields[0] if p.fields else ("mtp_num_layers", None) for p in (old, new))
         yield finding(
             "config_mismatch", "warning" if lost else "error",
-            f"{before.config_source} of the reference says {a[0]} = {a[1]},"
-            f" {after.config_source} says {b[0]} = {b[1]}; loaders then ignore MTP or ask for more",
+            f"{before.config_source} of the reference {_says(old, depths[0])},"
+            f" {after.config_source} {_says(new, depths[1])}; loaders then ignore MTP or ask for"
+            " more",
             field=b[0], before=a[1], after=b[1], file=after.config_source,
         )  # fmt: skip
-    if None not in (old.layers, new.layers) and old.layers != new.layers:
+    same_words = before.config_source == after.config_source
+    if same_words and None not in (old.layers, new.layers) and old.layers != new.layers:
         yield finding(
             "config_mismatch", "error",
-            f"the reference has {old.layers} layers, {after.config_source} says {new.layers}",
+            f"num_layers was {old.layers} and is {new.layers} in {after.config_source}",
             field="num_layers", before=old.layers, after=new.layers, file=after.config_source,
         )  # fmt: skip
+
+
+def _depths(subject: Subject, promise: Promise, regions: Mapping[str, Region]) -> int:
+    """Promised depths; where the family promises without a number, those that are there."""
+    if promise.by_family:
+        return len(depths_of(subject.tensors, regions))
+    return promise.depths or 0
+
+
+def _says(promise: Promise, depths: int) -> str:
+    if promise.fields:
+        return "says {} = {}".format(*promise.fields[0])
+    return f"promises {depths} MTP depths by its family" if promise.by_family else (
+        "has no mtp_num_layers"
+    )  # fmt: skip
 
 
 def single_status(
@@ -180,7 +211,8 @@ def single_status(
         elif depth in hidden:
             status, detail = "unreadable", f"{len(hidden[depth])} tensors in unreadable files"
         elif promise.none_promised or (promise.depths is not None and depth >= promise.depths):
-            status = "present" if promise.by_family or subject.config is None else "orphan"
+            nobody = subject.config is None and subject.megatron is None
+            status = "present" if promise.by_family or nobody else "orphan"
         elif depth in content:
             status, detail = content[depth], None
         count = len(wanted[depth]) if depth in wanted else None

@@ -22,6 +22,8 @@ from mtpconv.view import HfView
 
 #: `Subject.config_source` of a torch_dist checkpoint.
 ARGS = "args"
+#: Megatron-Bridge's own file for what Megatron-LM writes into args.
+RUN_CONFIG = "run_config.yaml"
 _UNREADABLE = ("unreadable_file", "index_missing_file")
 
 
@@ -46,11 +48,12 @@ class Subject:
     format: str
     content: Checkpoint | Pieced
     problems: Sequence[Problem] = ()
-    #: config.json as raw JSON, or the part of Megatron's args that speaks of layers; None if
-    #: this side has neither
+    #: config.json as raw JSON, or Megatron's args; None if this side has neither
     config: Mapping[str, Any] | None = None
     #: where `config` is from: `config.json` or `args`
     config_source: str = CONFIG_NAME
+    #: a file that says what absent args would, in a form that is not read
+    told_in: str | None = None
     #: BLAKE3 per tensor where the bytes are elsewhere
     digests: Mapping[str, str] | None = None
     #: what the table promises; None without a table
@@ -192,6 +195,7 @@ def view_subject(view: HfView, expected: Expected | None = None, *, ours: bool =
     return Subject(
         str(view.path), view.format, view, problems, _args(view.checkpoint), ARGS,
         expected=expected, regions=view.plan.regions, dialect=view.dialect,
+        told_in=_told_in(view.checkpoint),
         notes=(*_left_out(view.checkpoint), *view.remarks(ours=ours)),
     )  # fmt: skip
 
@@ -212,7 +216,7 @@ def torch_dist_subject(checkpoint: MegatronCheckpoint) -> Subject:
     """A Megatron checkpoint under its own sharded keys as one side."""
     return Subject(
         str(checkpoint.path), checkpoint.format, checkpoint, checkpoint.problems,
-        _args(checkpoint), ARGS, notes=_left_out(checkpoint),
+        _args(checkpoint), ARGS, told_in=_told_in(checkpoint), notes=_left_out(checkpoint),
     )  # fmt: skip
 
 
@@ -223,14 +227,22 @@ def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _args(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """What the saved args say about layers; None if they say nothing about MTP."""
-    if not isinstance(checkpoint, MegatronCheckpoint):
+    """The plain values of the saved args; None if there are none."""
+    args = checkpoint.common.get("args") if isinstance(checkpoint, MegatronCheckpoint) else None
+    if not isinstance(args, Mapping):
         return None
-    args = checkpoint.common.get("args")
-    if not isinstance(args, Mapping) or "mtp_num_layers" not in args:
-        return None
-    said = ("num_layers", "mtp_num_layers", "mtp_use_repeated_layer")
-    return {key: args[key] for key in said if key in args}
+    plain = (int, float, str, list, tuple, type(None))
+    return {k: v for k, v in args.items() if isinstance(v, plain) and k != "model_type"}
+
+
+def _told_in(checkpoint: Checkpoint) -> str | None:
+    """The file that says what args would, for checkpoints of Megatron-Bridge.
+
+    Source: Megatron-Bridge docs/training/checkpointing.md @ 5d6e5f83, read 2026-11-29.
+    """
+    if isinstance(checkpoint, MegatronCheckpoint) and (checkpoint.folder / RUN_CONFIG).is_file():
+        return RUN_CONFIG
+    return None
 
 
 def without_unindexed(subject: Subject) -> Subject:
