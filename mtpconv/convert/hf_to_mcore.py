@@ -21,6 +21,7 @@ from mtpconv.convert.fp8 import (
     shards_of,
     write_kept,
 )
+from mtpconv.convert.needs import TO_MCORE, files_need, memory_need, names_need
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
 from mtpconv.convert.ranks import Ranks
@@ -68,9 +69,6 @@ from mtpconv.view import HfView
 
 #: Units: bytes. A record's zip overhead and its metadata entry, measured 1.1 KB and 0.4 KB.
 RECORD_OVERHEAD = 2048
-#: Units: bytes. Interpreter, numpy, one block in flight and one record per chunk.
-BASE_MEMORY = 90_000_000
-MEMORY_PER_TENSOR = 1500
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class HfToMcore:
         copies = sum(self.content.tensors[c.hf].nbytes for c in self.plan.copies)
         if self.fp8 == "keep":
             carried += sum(spec.nbytes for spec in self.kept.values())
-        carried += sum((self.hf.path / f).stat().st_size for f in self.others.travel)
+        carried += files_need(self.hf.path, self.others.travel) + names_need(self.hf.tensors)
         padding = sum(
             self.content.tensors[s.hf[0]].nbytes * s.shape[0] // max(s.specs[0].shape[0], 1)
             - self.content.tensors[s.hf[0]].nbytes
@@ -147,11 +145,6 @@ class HfToMcore:
         )
         records = 2 * len(self.plan.steps)  # tensors, and an _extra_state for most of them
         return self.nbytes + carried + copies + padding + RECORD_OVERHEAD * records + (1 << 20)
-
-    @property
-    def memory(self) -> int:
-        """Peak anonymous memory to expect, in bytes."""
-        return BASE_MEMORY + MEMORY_PER_TENSOR * len(self.hf.tensors)
 
 
 def plan_hf2mcore(
@@ -294,11 +287,12 @@ def hf2mcore(
     work = plan_hf2mcore(
         source, mapping=mapping, layout=layout, drop_mtp=drop_mtp, fp8=fp8, pad_vocab=pad_vocab
     )
+    memory = memory_need(len(work.hf.tensors), TO_MCORE, jobs, ranks)
     reads = places_read(source, mapping)
     if dry_run:
         check_target(target, reads, overwrite=overwrite)
         check_space(target, work.disk)
-        return _outcome(work, source, target, dry_run=True)
+        return _outcome(work, source, target, memory=memory, dry_run=True)
     with (
         Output(
             target, reads, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
@@ -332,8 +326,8 @@ def hf2mcore(
             write_tracker(out.folder, "release" if iteration is None else iteration)
             out.commit()
     return _outcome(
-        work, source, target, carried=tuple(beside), seconds=time.monotonic() - started,
-        verified=verify,
+        work, source, target, memory=memory, carried=tuple(beside), verified=verify,
+        seconds=time.monotonic() - started,
     )  # fmt: skip
 
 
@@ -413,6 +407,7 @@ def _outcome(
     source: Path,
     target: Path,
     *,
+    memory: int,
     carried: tuple[str, ...] = (),
     seconds: float = 0.0,
     verified: bool = False,
@@ -442,7 +437,7 @@ def _outcome(
         mtp_tensors=sum(r.kind == "mtp" for r in work.plan.regions.values()),
         layout=work.layout.name,
         disk=work.disk,
-        memory=work.memory,
+        memory=memory,
         seconds=seconds,
         verified=verified,
         dry_run=dry_run,

@@ -24,8 +24,9 @@ from mtpconv.convert.fp8 import (
     shards_of,
     source_fp8,
 )
-from mtpconv.convert.hf_to_mcore import BASE_MEMORY, MEMORY_PER_TENSOR, table_for
+from mtpconv.convert.hf_to_mcore import table_for
 from mtpconv.convert.journal import Done
+from mtpconv.convert.needs import TO_HF, files_need, memory_need, names_need
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
 from mtpconv.convert.ranks import Ranks, deal
@@ -107,7 +108,7 @@ class McoreToHf:
     @property
     def disk(self) -> int:
         """Disk that the target needs, in bytes."""
-        others = sum((self.source.files_root / f).stat().st_size for f in self.source.files)
+        others = files_need(self.source.files_root, self.source.files) + names_need(self.names)
         return sum(h.size for h in self.headers.values()) + others + (1 << 20)
 
 
@@ -202,11 +203,12 @@ def mcore2hf(
     snapshot = Snapshot(checkpoint_files(source))
     work = plan_mcore2hf(source, like=like, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8)
     beside = Snapshot(work.source.files_read)
+    memory = memory_need(len(work.names), TO_HF, jobs, ranks)
     reads = places_read(source, like, work.source.path, mapping)
     if dry_run:
         check_target(target, reads, overwrite=overwrite)
         check_space(target, work.disk)
-        return _outcome(work, source, target, dry_run=True)
+        return _outcome(work, source, target, memory=memory, dry_run=True)
     stored = work.view.checkpoint
     crcs = CrcCheck(stored.sealed() if verify and isinstance(stored, MegatronCheckpoint) else {})
     with (
@@ -240,7 +242,7 @@ def mcore2hf(
             computed_names(work.undone),
         )  # fmt: skip
     return _outcome(
-        work, source, target, seconds=time.monotonic() - started, verified=verify,
+        work, source, target, memory=memory, seconds=time.monotonic() - started, verified=verify,
         changes=changes, unsealed=crcs.unsealed,
     )  # fmt: skip
 
@@ -359,6 +361,7 @@ def _outcome(
     source: Path,
     target: Path,
     *,
+    memory: int,
     seconds: float = 0.0,
     verified: bool = False,
     dry_run: bool = False,
@@ -394,7 +397,7 @@ def _outcome(
         mtp_tensors=sum(is_mtp_name(plan, n.removesuffix(SCALE)) for n in names),
         layout=work.view.dialect,
         disk=work.disk,
-        memory=BASE_MEMORY + MEMORY_PER_TENSOR * len(names),
+        memory=memory,
         seconds=seconds,
         verified=verified,
         dry_run=dry_run,
