@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from mtpconv.audit.finding import Report
 from mtpconv.audit.options import Options
 from mtpconv.cli.app import app
 from mtpconv.cli.selftest import _BUILT_IN
+from mtpconv.errors import WriteError
 from mtpconv.selftest import FAULTS, run_selftest
-from tests.convert.folders import file_hashes, make_hf
+from mtpconv.synth import fewer, shrink
+from tests.conftest import ROOT
+from tests.convert.folders import file_hashes, make_hf, tensors_of, write_hf
 from tests.mapping.toy import config
 
 
@@ -69,3 +73,64 @@ def test_the_command_fails_if_one_fault_is_not_caught(
     assert "do not trust this gate" in said
     monkeypatch.undo()
     assert app(["selftest", "--quiet"], standalone_mode=False) in (0, None)
+
+
+def published(name: str) -> dict[str, Any]:
+    value = json.loads((ROOT / "fixtures" / "configs" / f"{name}.json").read_text())
+    return fewer(shrink(value), layers=4, experts=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "not_applicable"),
+    [
+        ("qwen3-0.6b", "no tensor ends with lm_head.weight"),  # tied
+        ("ernie-4.5-21b-a3b", "is not converted"),
+        ("deepseek-v4-flash", "is not converted"),
+        ("deepseek-r1", None),  # FP8
+        ("qwen3.5-35b-a3b", None),  # text_config
+        ("mimo-7b", None),
+    ],
+)
+def test_sound_checkpoints_of_all_kinds(
+    name: str, not_applicable: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = make_hf(tmp_path / "hf", published(name), shards=2)
+    assert app(["selftest", str(hf)], standalone_mode=False) in (0, None), capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("selftest: the clean copy is green and all ")
+    crossed = [line for line in lines if line.startswith("Megatron: one bit flipped")]
+    assert ("is not converted" in crossed[0]) == (not_applicable == "is not converted")
+    tie = next(line for line in lines if line.startswith("tie_word_embeddings changed"))
+    assert "config_mismatch" in tie
+    if not_applicable is not None:
+        assert any(not_applicable in line for line in lines)
+
+
+def test_a_stored_head_of_a_tied_model_may_go(tmp_path: Path) -> None:
+    raw = {**config(num_nextn_predict_layers=0), "tie_word_embeddings": True}
+    tensors = tensors_of(make_hf(tmp_path / "made", raw))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    hf = write_hf(tmp_path / "hf", tensors, raw)
+    place = tmp_path / "place"
+    place.mkdir()
+    trials = {t.fault: t for t in run_selftest(hf, place, {})}
+    assert [t for t in trials.values() if not t.red] == []
+    assert "tied" in str(trials["LM head omitted"].skipped)
+
+
+def test_what_goes_wrong_in_one_trial_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = vars(module)["hf2mcore"]
+
+    def broken(source: Path, target: Path, **options: Any) -> object:
+        if "fault" in source.name:
+            raise WriteError("no space left")
+        return real(source, target, **options)
+
+    monkeypatch.setattr(module, "hf2mcore", broken)
+    assert app(["selftest"], standalone_mode=False) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(FAULTS) + 2
+    assert sum("NOT CAUGHT (found: WriteError: no space left)" in line for line in lines) == 3
+    assert lines[-1].startswith(f"selftest: 3 of {len(FAULTS) + 1} trials went wrong")
