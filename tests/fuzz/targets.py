@@ -130,5 +130,3 @@ NAMES = ("header", "index", "config", "metadata", "common", "record", "manifest"
 def make_targets() -> Targets:
     """Targets in a temporary folder that lives as long as the process."""
     return Targets(Path(tempfile.mkdtemp(prefix="mtpconv-fuzz-")))
-
-
