@@ -55,7 +55,14 @@ from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.legacy_file import NAME as RANK_FILE
 from mtpconv.store.places import places_read
 from mtpconv.store.safetensors_header import ShardHeader
-from mtpconv.store.source import HfSource, copy_file, find_source, read_source, write_bytes
+from mtpconv.store.source import (
+    HfSource,
+    copy_file,
+    find_source,
+    has_source,
+    read_source,
+    write_bytes,
+)
 from mtpconv.view import HfView, describe_missing
 
 #: Small files that say what a torch_dist folder holds.
@@ -376,7 +383,7 @@ def _outcome(
     stored = work.view.checkpoint
     if isinstance(stored, MegatronCheckpoint) and stored.ignored:
         notes.append(f"optimizer state ({stored.ignored} entries) has no place in HF: left out")
-    notes += work.view.remarks(ours=find_source(work.view.path) is not None)
+    notes += work.view.remarks(ours=has_source(work.view.path))
     if not work.same_files:
         notes.append("shards were laid out anew; file hashes differ from the original's")
     if unsealed:

@@ -110,10 +110,18 @@ def find_source(path: Path) -> HfSource | None:
     It lies in the folder, beside it, or beside the iteration folder that is meant, which may be
     a link to elsewhere.
     """
-    for folder in _places(path):
-        if (folder / FOLDER / _HEADERS).is_dir():
-            return _read_saved(folder / FOLDER)
-    return None
+    folder = _saved_folder(path)
+    return None if folder is None else _read_saved(folder)
+
+
+def has_source(path: Path) -> bool:
+    """Whether `find_source` would find one."""
+    return _saved_folder(path) is not None
+
+
+def _saved_folder(path: Path) -> Path | None:
+    places = (folder / FOLDER for folder in _places(path))
+    return next((place for place in places if (place / _HEADERS).is_dir()), None)
 
 
 def _places(path: Path) -> Iterator[Path]:
