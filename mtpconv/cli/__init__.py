@@ -5,24 +5,28 @@ from __future__ import annotations
 import os
 import sys
 
+_INTERRUPTED = 130
+
 
 def main() -> None:
     """Entry point of the `mtpconv` command; never shows a traceback unless asked."""
     try:
-        from mtpconv.cli.signals import stoppable
+        from mtpconv.cli.signals import Stopped, stoppable
         from mtpconv.cli.streams import guard_streams
 
         with stoppable() as stop:
             try:
                 guard_streams()
                 code = _run()
-            except KeyboardInterrupt:
-                code = 130
-            if code == 130:
+            except (Stopped, KeyboardInterrupt):
+                code = _INTERRUPTED
+            if code == _INTERRUPTED:
                 code = 128 + stop.number
                 print("mtpconv: interrupted; no half-written target was left", file=sys.stderr)
-    except KeyboardInterrupt:  # before there was anything to clean up, or after
-        code = 130
+    except BaseException as error:
+        if isinstance(error, Exception | SystemExit):
+            raise
+        code = _INTERRUPTED  # before there was anything to clean up, or after
     sys.exit(code)
 
 

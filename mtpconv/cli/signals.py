@@ -14,6 +14,15 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE = 10.0
 
 
+class Stopped(BaseException):
+    """A signal came.
+
+    No KeyboardInterrupt: Python ends itself by SIGINT if one has passed through an `exec`,
+    such as those of dataclasses during start-up, even when it was caught.
+    Source: CPython 3.11 Python/pythonrun.c, unhandled_keyboard_interrupt.
+    """
+
+
 class Stop:
     """Which signal came; 128 more is the exit code that shells know."""
 
@@ -27,7 +36,7 @@ class Stop:
         if now - self._at < _GRACE:
             return
         self._at, self.number = now, number
-        raise KeyboardInterrupt
+        raise Stopped
 
 
 @contextlib.contextmanager

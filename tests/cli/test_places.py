@@ -194,6 +194,22 @@ def test_a_signal_that_is_ignored_stays_ignored(
         signal.signal(signal.SIGHUP, before)
 
 
+def test_an_interrupt_inside_exec_has_its_exit_code(hf: Path, tmp_path: Path) -> None:
+    """Such as those of dataclasses; Python would end itself by SIGINT afterwards."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Impatient:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'mtpconv.cli.plan':\n"
+        "            exec('while True: os.kill(os.getpid(), signal.SIGTERM)')\n"
+        "sys.meta_path.insert(0, Impatient())\n"
+    )
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    said = spawn("plan", hf, env={**os.environ, "PYTHONPATH": path})
+    assert said.returncode == 128 + signal.SIGTERM
+    assert "interrupted" in one_line(run_of(said))
+
+
 @pytest.mark.parametrize("module", ["mtpconv.cli.app", "typer", "mtpconv.cli.signals"])
 def test_an_interrupt_during_start_up_is_130(module: str) -> None:
     script = (
