@@ -29,6 +29,10 @@ COMPARED = tuple(n for n in (*VALUES, *SWITCHES, *FLAGLESS) if n not in _FREE)
 #: A training run sets its own, whatever the model's config allows.
 _OF_THE_RUN = frozenset(("max_position_embeddings",))
 
+#: No flag sets them, so they get lost whenever a run saves its args; or older versions had
+#: another word.
+_OFTEN_ABSENT = frozenset((*FLAGLESS, "hybrid_layer_pattern"))
+
 _LATENT = frozenset((
     "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type",
 ))  # fmt: skip
@@ -78,9 +82,12 @@ def _rows(subject: Subject) -> int | None:
 def compare_args(before: Args, after: Args, source: str) -> Iterator[Finding]:
     """Differences between the args of two Megatron checkpoints.
 
-    Where one of them lacks a name, it means Megatron's default; `source` names the args.
+    Where one of them lacks a name, it means Megatron's default; but tools other than Megatron-LM
+    write few, and then all absent names are one warning. `source` names the args.
     """
     old, new = _read(before), _read(after)
+    few = 2 * min(len(old), len(new)) < max(len(old), len(new))
+    absent = []
     for name in COMPARED:
         a, b = old.get(name), new.get(name)
         if a is None or b is None:
@@ -88,10 +95,13 @@ def compare_args(before: Args, after: Args, source: str) -> Iterator[Finding]:
                 continue
             a, b = (_default(name, args) if args.get(name) is None else args[name]
                     for args in (old, new))  # fmt: skip
-        if not same_json(a, b):
-            # Fields without a flag get lost whenever a run saves its args.
-            lost = name in FLAGLESS and (name not in before or name not in after)
-            yield _mismatch(name, a, b, "warning" if lost else "error", "was", source)
+        if same_json(a, b):
+            continue
+        if (name in old) is not (name in new) and (few or name in _OFTEN_ABSENT):
+            absent.append(name)
+        else:
+            yield _mismatch(name, a, b, "error", "was", source)
+    yield from _absent(absent, source)
 
 
 def compare_with_config(
@@ -99,8 +109,7 @@ def compare_with_config(
 ) -> Iterator[Finding]:
     """Differences between a checkpoint's args and those that an HF config makes.
 
-    `rows` are those of the stored embedding. Names that args lack are one warning: tools other
-    than Megatron-LM write few.
+    `rows` are those of the stored embedding. Names that args lack are one warning.
     """
     try:
         made = _read(megatron_args(read_geometry(config), rows, []))
@@ -115,23 +124,27 @@ def compare_with_config(
     for name in ("num_layers", *COMPARED):
         if name in _OF_THE_RUN or name not in made or not _applies(name, made):
             continue
-        if name == "padded_vocab_size" and rows is None:
+        b = found.get(name)
+        b = _default(name, found) if b is None else b
+        if same_json(made[name], b):
             continue
         if name not in found:
-            if not same_json(_default(name, made), made[name]):
-                absent.append(name)
+            absent.append(name)
             continue
-        a, b = made[name], found[name]
-        if b is None:
-            b = _default(name, found)
-        if not same_json(a, b):
-            a, b = (b, a) if args_first else (a, b)
-            yield _mismatch(name, a, b, "error", "is in the reference", source)
-    if absent and not args_first:
-        names = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
+        # The embedding says how many rows there are, and a run pads as its ranks need.
+        severity: Severity = "warning" if name == "padded_vocab_size" else "error"
+        a, b = (b, made[name]) if args_first else (made[name], b)
+        if severity == "error" or rows is not None:
+            yield _mismatch(name, a, b, severity, "is in the reference", source)
+    yield from _absent(absent, source)
+
+
+def _absent(names: list[str], source: str) -> Iterator[Finding]:
+    if names:
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         yield finding(
             "config_mismatch", "warning",
-            f"{source} lacks {names}; a run must be told them on its command line",
+            f"one side's args lack {listed}; a run must be told them on its command line",
             field="args", file=source,
         )  # fmt: skip
 

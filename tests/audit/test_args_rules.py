@@ -132,7 +132,8 @@ def test_args_that_change_what_weights_mean(
     assert {f.file for f in errors(report)} == {"args"}
     assert run(mcore, damaged, allow=frozenset({"config"})).verdict == "pass"
     # Where attention is latent and rope plain, two of them stand for nothing.
-    idle = name in ("kv_channels", "rotary_scaling_factor")
+    # The embedding, not the args, says how many rows there are.
+    idle = name in ("kv_channels", "rotary_scaling_factor", "padded_vocab_size")
     for before, after in ((hf, damaged), (damaged, hf)):
         found = said(run(before, after))
         assert (("config_mismatch", name) in found) is not idle
@@ -200,7 +201,7 @@ def test_fields_without_a_flag_may_get_lost() -> None:
     whole = {**made(), "rope_type": "yarn", "beta_fast": 64.0}
     assert "beta_fast" in FLAGLESS
     less = {k: v for k, v in whole.items() if k != "beta_fast"}
-    assert fields(whole, less) == [("warning", "beta_fast")]
+    assert fields(whole, less) == fields(less, whole) == [("warning", "args")]
     assert fields(whole, {**whole, "beta_fast": 32.0}) == [("error", "beta_fast")]
 
 
@@ -218,6 +219,10 @@ def test_law_the_args_of_a_config_fit_it(file: str) -> None:
 
 def test_few_args_are_one_warning() -> None:
     few = {"num_layers": GLM["num_hidden_layers"], "mtp_num_layers": 1}
+    assert fields(few, made()) == fields(made(), few) == [("warning", "args")]
+    assert fields({**few, "rotary_base": 5}, made()) == [
+        ("error", "rotary_base"), ("warning", "args"),
+    ]  # fmt: skip
     (one,) = compare_with_config(few, GLM, None, args_first=False, source="args")
     assert (one.severity, one.field) == ("warning", "args")
     assert "rotary_base" in one.message or "more" in one.message
