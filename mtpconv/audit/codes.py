@@ -46,6 +46,7 @@ CODES: Mapping[str, str] = {
     "tier_not_reached": "A02",
     "not_read": "A03",
     "completeness_not_checked": "A04",
+    "waived_unread": "A05",
     "waiver_unused": "W01",
     "waiver_expired": "W02",
 }

@@ -10,10 +10,12 @@ from mtpconv.audit.finding import Compared, Finding, MtpStatus, Report, Tier, Ve
 from mtpconv.audit.options import Options
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.waivers import apply_waivers
+from mtpconv.ranges import compress
 from mtpconv.tensors import Region
 
 _TIERS: tuple[Tier, ...] = ("none", "L0", "L1", "L2")
 _SEVERITIES = ("error", "warning", "note")
+_UNREADABLE = ("unreadable_file", "index_missing_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ def make_report(
     about_reference = sorted(reference, key=_order)
     failed = any(_counts(f) for f in own)
     explained = failed or any(_counts(f) for f in about_reference)
-    audit = list(_audit_findings(looked, options, explained))
+    audit = [*_audit_findings(looked, options, explained), *_waived_unread(looked, own)]
     verdict: Verdict = "pass"
     if failed:
         verdict = "fail"
@@ -98,6 +100,23 @@ def _audit_findings(looked: Looked, options: Options, explained: bool) -> Iterat
             f"tier {options.require} was required and {looked.tier} was reached: "
             + _why(looked, options),
         )  # fmt: skip
+
+
+def _waived_unread(looked: Looked, own: Iterable[Finding]) -> Iterator[Finding]:
+    """A waiver accepts that a file cannot be read, not what might be in it."""
+    waived = [f for f in own if f.waived is not None and f.kind in _UNREADABLE]
+    if not waived:
+        return
+    names = {name for f in waived for name in f.tensors}
+    names.update(name for name, state in looked.states.items() if state == "unreadable")
+    files = sorted({f.file for f in waived if f.file is not None})
+    held = f"the {len(names)} tensors in them were" if names else "what they hold was"
+    yield finding(
+        "waived_unread", "error",
+        f"a waiver accepts that {compress(files, 3) or 'files'} cannot be read, and {held} never"
+        " looked at: nothing says that they are right",
+        tensors=tuple(sorted(names)), files=tuple(files),
+    )  # fmt: skip
 
 
 def _why(looked: Looked, options: Options) -> str:

@@ -13,6 +13,7 @@ from mtpconv.audit.waivers import read_waivers
 from mtpconv.errors import UsageError
 from tests.audit import sides
 from tests.audit.models import base_model
+from tests.convert.folders import write_hf
 
 TODAY = date(2026, 11, 29)
 WAIVER = """
@@ -95,3 +96,47 @@ def test_bad_waivers_files_are_refused_in_one_line(name: str, tmp_path: Path) ->
 
 def test_an_empty_file_has_no_waivers(tmp_path: Path) -> None:
     assert read_waivers(write(tmp_path, "")) == ()
+
+
+UNREAD = """
+[[waiver]]
+code = "F01"
+tensor = "*"
+reason = "known"
+expires = 2026-11-29
+
+[[waiver]]
+code = "F02"
+tensor = "*"
+reason = "known"
+expires = 2026-11-29
+"""
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "all gone", "config"])
+def test_waived_files_are_no_pass(how: str, tmp_path: Path) -> None:
+    model = base_model("glm-5.2.json")
+    mtp = set(model.mtp())
+    shard_of = {n: "b.safetensors" if n in mtp else "a.safetensors" for n in model.tensors}
+    before, after = (
+        write_hf(tmp_path / x, model.tensors, model.config, shard_of=shard_of) for x in "xy"
+    )
+    if how == "config":
+        (after / "config.json").write_bytes(b"")
+    elif how == "empty":
+        (after / "b.safetensors").write_bytes(b"")
+    else:
+        for name in ("a", "b") if how == "all gone" else "b":
+            (after / f"{name}.safetensors").unlink()
+    options = Options(waivers=read_waivers(write(tmp_path, UNREAD)), today=TODAY)
+    for report in (
+        audit(sides.hf(before), sides.hf(after), options),
+        audit(None, sides.hf(after, table=True), options),
+    ):
+        assert report.verdict == "error"
+        assert {f.code for f in report.findings if f.waived} <= {"F01", "F02"}
+        (one,) = [f for f in report.findings if f.kind == "waived_unread"]
+        unread = set() if how == "config" else set(model.tensors) if how == "all gone" else mtp
+        assert set(one.tensors) == unread
+    sound = audit(sides.hf(before), sides.hf(before), options)
+    assert sound.verdict == "pass"
