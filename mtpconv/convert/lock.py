@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class Lock:
             fd = os.open(self._path, flags, 0o644)
             try:
                 self._exclude_others(fd)
-                if os.fstat(fd).st_size and not _holder(fd):
+                if not _is_ours(fd):
                     raise UsageError(
                         f"{self._path}: is in the way and was not made by mtpconv; move it "
                         "elsewhere or name another target"
@@ -90,6 +91,12 @@ def _is_same(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _is_ours(fd: int) -> bool:
+    """Whether it is a lock file, or one that is just being made."""
+    status = os.fstat(fd)
+    return stat.S_ISREG(status.st_mode) and (not status.st_size or bool(_holder(fd)))
 
 
 def _holder(fd: int) -> dict[str, object]:
