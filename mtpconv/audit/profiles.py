@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mtpconv.audit.codes import finding
 from mtpconv.audit.compare import SideError, same_bytes
+from mtpconv.audit.engines import COUNTED, DEEPSEEK, DEFAULTS_TO_ONE, DROPPED, OWN_HEADS
 from mtpconv.audit.excuses import copy_of
 from mtpconv.audit.finding import Finding
 from mtpconv.audit.mtp import depths_of
@@ -48,6 +49,8 @@ class Rule:
     engine: Profile
     source: str
     check: Check
+    #: the model types that the source is about; None: all
+    types: frozenset[str] | None = None
 
 
 def profile_findings(
@@ -60,6 +63,11 @@ def profile_findings(
 ) -> Iterator[Finding]:
     """What the engine would do; `absent` are names known to be missing."""
     if subject.format != "hf":
+        yield finding(
+            "engine_note", "note",
+            f"{profile}: reads HuggingFace folders only; what it would do with {subject.path}"
+            f" ({subject.format}) was not looked at",
+        )  # fmt: skip
         return
     known = {**(subject.expected.regions if subject.expected else {}), **regions}
     lacking = {n: known.get(n) or subject.naming.region(n) for n in absent}
@@ -71,9 +79,16 @@ def profile_findings(
         depths_of(absent, lacking),
         read_bytes,
     )
-    for rule in RULES:
-        if rule.engine == profile:
-            yield from rule.check(seen, rule)
+    kind = seen.promise.model_type
+    about = [r for r in RULES if r.engine == profile and (r.types is None or kind in r.types)]
+    for rule in about:
+        yield from rule.check(seen, rule)
+    if seen.depths and all(rule.check is _unindexed for rule in about):
+        yield finding(
+            "engine_note", "note",
+            f"{profile}: how it loads the MTP of {kind} was not read in its source; only whether"
+            " the index names every file was looked at",
+        )  # fmt: skip
 
 
 def _ignores(rule: Rule, what: str, names: Collection[str] = ()) -> Finding:
@@ -116,9 +131,12 @@ def _vllm_absent(seen: Seen, rule: Rule) -> Iterator[Finding]:
 
 def _vllm_partial(seen: Seen, rule: Rule) -> Iterator[Finding]:
     names = _half_depths(seen)
-    if not names:
-        return
     shown = compress(sorted(names), 3)
+    gone = _whole_depths_absent(seen)
+    if gone and seen.promise.model_type not in DEEPSEEK and not seen.subject.blind:
+        shown = ", ".join(filter(None, (f"all of MTP depth {gone[0]}", shown)))
+    if not shown:
+        return
     if quantisation(seen.subject.config) is None:
         yield _refuses(rule, f"raises ValueError, not initialised from checkpoint: {shown}")
     else:
@@ -141,11 +159,13 @@ def _count_absent(seen: Seen, rule: Rule) -> Iterator[Finding]:
 
 
 def _copies(seen: Seen, rule: Rule) -> Iterator[Finding]:
+    own_heads = rule.engine == "vllm" and seen.promise.model_type in OWN_HEADS
     copies = {
         n: root
         for names in seen.depths.values()
         for n in names
         if (root := copy_of(seen.subject, n, seen.regions)) is not None
+        and not (own_heads and "shared_head" in n)
     }
     if not copies:
         return
@@ -190,7 +210,7 @@ def _unindexed(seen: Seen, rule: Rule) -> Iterator[Finding]:
 
 
 def _sglang_count(seen: Seen, rule: Rule) -> Iterator[Finding]:
-    if not _deepseek_layout(seen) or not (seen.depths or seen.promise.depths):
+    if not (seen.depths or seen.promise.depths):
         return
     value = dict(seen.promise.fields).get("num_nextn_predict_layers")
     if value is None:
@@ -212,37 +232,8 @@ def _sglang_unchecked(seen: Seen, rule: Rule) -> Iterator[Finding]:
         )
 
 
-def _deepseek_layout(seen: Seen) -> bool:
-    kind = seen.promise.model_type or ""
-    return kind.startswith(("deepseek_v3", "glm_moe_dsa", "glm4_moe"))
-
-
-#: What from_pretrained drops without a word, by model_type.
-#: Source: transformers 5.24.0, `_keys_to_ignore_on_load_unexpected` in each modeling file.
-_DROPPED: Mapping[str, str] = {
-    "deepseek_v3": r"model\.layers\.61.*",
-    "deepseek_v32": r"model\.layers\.61.*",
-    "deepseek_v4": r"(^|\.)mtp\..*",
-    "glm4_moe": r"model\.layers\.(92|46).*",
-    "glm4_moe_lite": r"model\.layers\.47.*",
-    "glm_moe_dsa": r"model\.layers\.78.*",
-    "hy_v3": r"model\.layers\.80.*",
-    "qwen3_next": r"^mtp.*",
-    "qwen3_5": r"^mtp.*",
-    "qwen3_5_moe": r"^mtp.*",
-    "exaone_moe": r"mtp.*",
-    "ernie4_5_moe": r"mtp",
-    "longcat_flash": r"model\.mtp.*",
-    "mimo_v2_flash": r"^model\.mtp\.",
-    "nemotron_h": r"mtp.*",
-}
-#: Families for which an absent count becomes 1.
-#: Source: transformers 5.24.0, `num_mtp_layers: int = 1` in each configuration file.
-_DEFAULTS_TO_ONE = ("deepseek_v3", "glm4_moe", "bailing_hybrid", "deepseek_v4")
-
-
 def _transformers_drops(seen: Seen, rule: Rule) -> Iterator[Finding]:
-    pattern = _DROPPED.get(seen.promise.model_type or "")
+    pattern = DROPPED.get(seen.promise.model_type or "")
     names = [n for names in seen.depths.values() for n in names]
     silent = [n for n in names if pattern and re.search(pattern, n)]
     loud = len(names) - len(silent)
@@ -258,7 +249,7 @@ def _transformers_drops(seen: Seen, rule: Rule) -> Iterator[Finding]:
 
 
 def _transformers_invents(seen: Seen, rule: Rule) -> Iterator[Finding]:
-    if seen.promise.model_type in _DEFAULTS_TO_ONE and not seen.promise.fields:
+    if not seen.promise.fields:
         yield _ignores(
             rule,
             "the absent MTP count becomes 1 in the loaded config and in every config saved from it",
@@ -273,6 +264,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "vllm-absent-depth", "vllm",
         f"{_VLLM} PR 35548 (merged 2026-02): deepseek_mtp.py load_weights", _vllm_absent,
+        DEEPSEEK,
     ),
     Rule(
         "vllm-partial-depth", "vllm",
@@ -282,6 +274,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "vllm-count", "vllm",
         f"{_VLLM} vllm/config/speculative.py @ 002e77c1, hf_config_override", _count_absent,
+        COUNTED,
     ),
     Rule(
         "vllm-copies", "vllm",
@@ -295,15 +288,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sglang-count", "sglang",
-        f"{_SGLANG} {_SG_LOADER}, _initialize_nextn_conf", _sglang_count,
+        f"{_SGLANG} {_SG_LOADER}, _initialize_nextn_conf", _sglang_count, DEEPSEEK,
     ),
     Rule(
         "sglang-unchecked", "sglang",
-        f"{_SGLANG} {_SG_LOADER}, do_load_weights", _sglang_unchecked,
+        f"{_SGLANG} {_SG_LOADER}, do_load_weights", _sglang_unchecked, DEEPSEEK,
     ),
     Rule(
         "sglang-copies", "sglang",
-        f"{_SGLANG} {_SG_LOADER}, do_load_weights", _copies,
+        f"{_SGLANG} {_SG_LOADER}, do_load_weights", _copies, DEEPSEEK,
     ),
     Rule(
         "sglang-index", "sglang",
@@ -319,6 +312,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "transformers-count", "transformers",
         "huggingface/transformers 5.24.0, configuration_deepseek_v3.py num_mtp_layers",
-        _transformers_invents,
+        _transformers_invents, DEFAULTS_TO_ONE,
     ),
 )  # fmt: skip

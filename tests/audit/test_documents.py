@@ -41,3 +41,5 @@ def test_every_switch_is_documented() -> None:
 def test_every_rule_of_a_profile_is_documented_with_its_source() -> None:
     documented = dict(re.findall(r"^\| `([a-z-]+)` \|.*\| (.+) \|$", PROFILES, re.M))
     assert documented == {rule.name: rule.source for rule in RULES}
+    types = dict(re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|", PROFILES, re.M))
+    assert types == {r.name: ", ".join(sorted(r.types)) if r.types else "all" for r in RULES}

@@ -11,6 +11,8 @@ import pytest
 from mtpconv.audit.audit import audit
 from mtpconv.audit.finding import Report
 from mtpconv.audit.options import Options, Profile
+from mtpconv.audit.sides import open_sides
+from mtpconv.convert import hf2mcore
 from mtpconv.store.hf_index import INDEX_NAME
 from tests.audit import sides
 from tests.audit.models import Model, alone, base_model
@@ -111,3 +113,49 @@ def test_transformers_invents_a_count(tmp_path: Path) -> None:
     model = base_model("deepseek-v3.json")
     del model.config["num_nextn_predict_layers"]
     assert run(model, tmp_path, "transformers")["transformers-count"] == "warning"
+
+
+@pytest.mark.parametrize("family", ["step-3.5-flash.json", "glm-4.5.json", "mimo-7b.json"])
+def test_rules_of_deepseek_say_nothing_of_others(family: str, tmp_path: Path) -> None:
+    model = base_model(family)
+    model.config["num_nextn_predict_layers"] = len({r.index for r in model.regions.values()
+                                                    if r.kind == "mtp"})  # fmt: skip
+    for name in model.mtp():
+        if "norm" in name:
+            del model.tensors[name]
+    assert run(model, tmp_path / "s", "sglang") == {"": "note"}  # its MTP was not read there
+    assert "vllm-absent-depth" not in run(model, tmp_path / "v", "vllm")
+
+
+def test_a_depth_that_is_gone_in_other_families(tmp_path: Path) -> None:
+    model = base_model("mimo-7b.json")
+    for name in model.mtp():
+        del model.tensors[name]
+    assert run(model, tmp_path, "vllm") == {"vllm-partial-depth": "error"}
+
+
+def test_step_loads_its_own_heads(tmp_path: Path) -> None:
+    model = base_model("step-3.5-flash.json")
+    heads = [n for n in model.mtp() if n.endswith("shared_head.output.weight")]
+    assert heads
+    model.data(heads[0], lambda d: d.__setitem__(0, d[0] ^ 1))
+    assert run(model, tmp_path / "v", "vllm") == {}
+    assert run(model, tmp_path / "s", "sglang") == {"": "note"}
+
+
+def test_a_count_that_vllm_does_not_need(tmp_path: Path) -> None:
+    model = base_model("step-3.5-flash.json")
+    del model.config["num_nextn_predict_layers"]
+    assert run(model, tmp_path, "vllm") == {}
+
+
+@pytest.mark.parametrize("profile", ["vllm", "sglang", "transformers"])
+def test_what_is_no_hf_folder_is_said_not_to_be_looked_at(profile: Profile, tmp_path: Path) -> None:
+    hf = base_model("glm-5.2.json").write(tmp_path / "hf")
+    hf2mcore(hf, tmp_path / "mcore")
+    sides_of = open_sides(None, tmp_path / "mcore")
+    report = audit(None, sides_of.after, Options(profile=profile))
+    (note,) = [f for f in report.findings if f.code[0] == "E"]
+    assert (note.kind, note.severity) == ("engine_note", "note")
+    assert profile in note.message
+    assert "torch_dist" in note.message
