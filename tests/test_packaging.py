@@ -21,7 +21,7 @@ TABLES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("mappings/**/*
 HEAVY = ("torch", "transformers", "megatron")
 
 #: Modules that import an optional package late, and say which extra brings it if it is absent.
-OPTIONAL = {"mtpconv/store/remote.py": {"fsspec"}}
+OPTIONAL = {"mtpconv/store/remote.py": {"fsspec"}, "mtpconv/store/upload.py": {"fsspec"}}
 
 
 def _clean_environment(**more: str) -> dict[str, str]:

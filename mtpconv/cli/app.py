@@ -85,7 +85,9 @@ def _root(
 
 @app.command()
 def hf2mcore(
-    src: Annotated[Path, typer.Argument(help="HuggingFace folder (safetensors).")],
+    src: Annotated[
+        str, typer.Argument(help="HuggingFace folder (safetensors), or hf://, s3://, https://, ...")
+    ],
     dst: Annotated[Path, typer.Argument(help="Folder to write; gets release/ and hf_source/.")],
     layout: Annotated[
         str | None,
@@ -132,7 +134,7 @@ def hf2mcore(
 @app.command()
 def mcore2hf(
     src: Annotated[Path, typer.Argument(help="torch_dist folder: parent, iter_* or release.")],
-    dst: Annotated[Path, typer.Argument(help="HuggingFace folder to write.")],
+    dst: Annotated[str, typer.Argument(help="HuggingFace folder to write, or s3://, gs://, ...")],
     like: Annotated[
         Path | None,
         typer.Option(

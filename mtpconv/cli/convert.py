@@ -8,7 +8,8 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import typer
 
 from mtpconv.cli.terminal import human, make_progress, write_json
 from mtpconv.convert import Outcome, hf2mcore, mcore2hf
-from mtpconv.convert.ranks import ranks_of
+from mtpconv.convert.ranks import Ranks, ranks_of
 from mtpconv.errors import MtpconvError, RefusedError, UsageError, WriteError
 from mtpconv.ranges import compress
 from mtpconv.store.other_files import other_files
@@ -26,14 +27,47 @@ from mtpconv.store.source import FOLDER
 _SHOWN = 4
 
 
-def run_hf2mcore(src: Path, dst: Path, **options: Any) -> None:
+def run_hf2mcore(src: str, dst: Path, **options: Any) -> None:
     """Convert and say what was done."""
-    _run(hf2mcore, src, dst, **options)
+    if "://" not in src:
+        _run(hf2mcore, Path(src), dst, **options)
+        return
+
+    def convert(source: Path, target: Path, **rest: Any) -> Outcome:  # noqa: ARG001
+        from mtpconv.store.afar import open_afar
+
+        with tempfile.TemporaryDirectory(prefix="mtpconv-") as place, _named(src, place):
+            opened = open_afar(src, Path(place))
+            return hf2mcore(Path(place), target, opened=opened, **rest)
+
+    _run(convert, Path(src), dst, **options)
 
 
-def run_mcore2hf(src: Path, dst: Path, **options: Any) -> None:
+def run_mcore2hf(src: Path, dst: str, *, resume: bool, **options: Any) -> None:
     """Convert and say what was done."""
-    _run(mcore2hf, src, dst, **options)
+    if "://" not in dst:
+        _run(mcore2hf, src, Path(dst), resume=resume, **options)
+        return
+    if resume:
+        raise UsageError(f"{dst}: --resume needs a folder; an object store is written anew")
+
+    def convert(source: Path, target: Path, *, ranks: Ranks, **rest: Any) -> Outcome:  # noqa: ARG001
+        from mtpconv.convert.to_afar import mcore2hf_afar
+
+        if ranks.size > 1:
+            raise UsageError(f"{dst}: an object store is written by one process, not by ranks")
+        return mcore2hf_afar(source, dst, **rest)
+
+    _run(convert, src, Path(dst), **options)
+
+
+@contextmanager
+def _named(url: str, mirror: str) -> Iterator[None]:
+    """Errors about the mirror of a remote folder name what the user named."""
+    try:
+        yield
+    except MtpconvError as error:
+        raise type(error)(str(error).replace(mirror, url.rstrip("/"))) from error
 
 
 def _run(

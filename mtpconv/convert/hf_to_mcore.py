@@ -155,13 +155,16 @@ def plan_hf2mcore(
     drop_mtp: bool = False,
     fp8: str = "keep",
     pad_vocab: int = 1,
+    opened: HfCheckpoint | None = None,
 ) -> HfToMcore:
     """Open and check an HF folder; everything that can be refused is refused here.
+
+    `opened` is `source` opened already, as remote folders are.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError.
     """
     mode = fp8_mode(fp8)
-    hf = _open(source)
+    hf = opened or _open(source)
     require_sound(hf)
     if hf.config is None:
         raise UnreadableError(f"{source}: has no config.json; it says what the model is")
@@ -266,6 +269,7 @@ def hf2mcore(
     jobs: int | None = None,
     resume: bool = False,
     ranks: Ranks | None = None,
+    opened: HfCheckpoint | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Convert an HF folder to a torch_dist checkpoint.
@@ -277,6 +281,7 @@ def hf2mcore(
     written do not depend on `jobs`. Block FP8 becomes BF16; `fp8` says whether codes and scales
     travel beside (`keep`) or not (`requantise`: an export makes new ones, `bf16`: it writes BF16).
     Embedding and LM head get rows of zeros up to a multiple of `pad_vocab`, which exports cut.
+    `opened` is `source` opened already: a remote folder, whose mirror `source` is.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError, WriteError.
     """
@@ -285,7 +290,13 @@ def hf2mcore(
     check_target(target, places_read(source, mapping, links=False), overwrite=overwrite)
     snapshot = Snapshot(files_below(source))
     work = plan_hf2mcore(
-        source, mapping=mapping, layout=layout, drop_mtp=drop_mtp, fp8=fp8, pad_vocab=pad_vocab
+        source,
+        mapping=mapping,
+        layout=layout,
+        drop_mtp=drop_mtp,
+        fp8=fp8,
+        pad_vocab=pad_vocab,
+        opened=opened,
     )
     memory = memory_need(len(work.hf.tensors), TO_MCORE, jobs, ranks)
     reads = places_read(source, mapping)
@@ -321,6 +332,9 @@ def hf2mcore(
             verify_digests(back, wanted, digests, progress, ranks=ranks, jobs=crew.jobs)
             require_restored(back)
         snapshot.require_unchanged()
+        unchanged = getattr(opened, "require_unchanged", None)
+        if unchanged is not None:  # a remote folder, which the snapshot does not see
+            unchanged()
         ranks.gather("verified", None)
         if ranks.is_first:
             write_tracker(out.folder, "release" if iteration is None else iteration)

@@ -215,7 +215,7 @@ def mcore2hf(
     if dry_run:
         check_target(target, reads, overwrite=overwrite)
         check_space(target, work.disk)
-        return _outcome(work, source, target, memory=memory, dry_run=True)
+        return outcome_of(work, source, target, memory=memory, dry_run=True)
     stored = work.view.checkpoint
     crcs = CrcCheck(stored.sealed() if verify and isinstance(stored, MegatronCheckpoint) else {})
     with (
@@ -229,7 +229,7 @@ def mcore2hf(
         if verify:
             require_crcs(crcs, ranks, crew.jobs)
         if ranks.is_first:
-            _write_rest(work, out.folder)
+            write_rest(work, out.folder)
         ranks.gather("described", None)
         if verify:
             specs = {n: work.content.tensors[n] for n in work.names}
@@ -248,13 +248,13 @@ def mcore2hf(
             work.source.manifest, digests, work.content.tensors, work.view.plan,
             computed_names(work.undone),
         )  # fmt: skip
-    return _outcome(
+    return outcome_of(
         work, source, target, memory=memory, seconds=time.monotonic() - started, verified=verify,
         changes=changes, unsealed=crcs.unsealed,
     )  # fmt: skip
 
 
-def _write_rest(work: McoreToHf, folder: Path) -> None:
+def write_rest(work: McoreToHf, folder: Path) -> None:
     """Every file that is no shard; the index comes last."""
     index = work.source.index_name
     if not work.source.headers and len(work.headers) > 1:
@@ -363,7 +363,7 @@ def _write_shards(
     return digests
 
 
-def _outcome(
+def outcome_of(
     work: McoreToHf,
     source: Path,
     target: Path,
@@ -375,6 +375,7 @@ def _outcome(
     changes: Since | None = None,
     unsealed: int = 0,
 ) -> Outcome:
+    """What was done, or with `dry_run` would be."""
     plan = work.view.plan
     names = work.names
     notes = [*file_notes(work.source.others)]

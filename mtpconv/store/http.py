@@ -10,7 +10,7 @@ import re
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, InvalidURL
 from threading import Timer
 from typing import Any
@@ -37,15 +37,34 @@ class HttpFolder:
         self._base = base
         self._token = token
 
-    def names(self) -> None:
+    def names(self) -> Sequence[str] | None:
         """HTTP has no listing."""
+        return None
+
+    def has_ranges(self, name: str) -> bool:
+        """Whether the server sends the part of a file that is asked for, not all of it."""
+        status: list[int] = []
+        self._ask(name, 1, 1, lambda answer: status.append(answer.status))
+        return status == [206]
+
+    def mark(self, name: str) -> str:
+        """See `Remote.mark`."""
+        found: list[str] = []
+        size = self._ask(name, 0, 1, lambda answer: found.append(_tag(answer)))
+        return f"{size[1] if size else None} {' '.join(found)}"
 
     def read(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
         """See `Remote.read`."""
+        return self._ask(name, start, length, lambda _: None)
+
+    def _ask(
+        self, name: str, start: int, length: int, look: Callable[[HTTPResponse], None]
+    ) -> tuple[bytes, int] | None:
         url = f"{self._base}/{quote(name)}"
         clock = _Clock()
         try:
             with clock, self._open(url, start, length, clock) as answer:
+                look(answer)
                 return _answered(answer, start, length, url, clock)
         except urllib.error.HTTPError as error:
             if error.code in (404, 410):
@@ -99,6 +118,12 @@ def _answered(
     if clock.is_over and len(data) < wanted:
         raise TimeoutError
     return data[skip:], size
+
+
+def _tag(answer: HTTPResponse) -> str:
+    """What the server says that tells one state of a file from another."""
+    known = (answer.headers.get(key) for key in ("ETag", "Last-Modified"))
+    return next((text for text in known if text), "")
 
 
 def _decimal(text: str | None) -> int | None:

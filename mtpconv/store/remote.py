@@ -44,6 +44,9 @@ class Remote(Protocol):
     def names(self) -> Sequence[str] | None:
         """Names of all files; None where there is no listing."""
 
+    def mark(self, name: str) -> str:
+        """Something that differs when a file has changed: its size and entity tag or time."""
+
 
 def open_remote(url: str) -> Remote:
     """The files below a URL: hf://, http(s)://, or any other scheme that fsspec knows.
@@ -67,7 +70,7 @@ def open_remote(url: str) -> Remote:
         if urlsplit(hub).scheme not in ("http", "https"):
             raise UnreadableError(f"HF_ENDPOINT={hub}: must begin with https:// or http://")
         revision = quote(found[2] or "main", safe="")
-        return HttpFolder(f"{hub}/{found[1]}/resolve/{revision}", os.environ.get("HF_TOKEN"))
+        return _HubFolder(hub, found[1], revision)
     return _Fsspec(url)
 
 
@@ -77,8 +80,8 @@ def mirror_headers(url: str, folder: Path) -> Path:
     Raises: UnreadableError if it cannot be reached or holds no safetensors checkpoint.
     """
     remote = open_remote(url)
-    index = _fetch(remote, url, INDEX_NAME, folder)
-    _fetch(remote, url, "config.json", folder)
+    index = fetch_file(remote, url, INDEX_NAME, folder)
+    fetch_file(remote, url, "config.json", folder)
     listed = remote.names()
     shards = {n for n in listed or () if n.endswith(".safetensors") and "/" not in n}
     if index is not None:
@@ -95,7 +98,11 @@ def mirror_headers(url: str, folder: Path) -> Path:
     return folder
 
 
-def _fetch(remote: Remote, url: str, name: str, folder: Path) -> bytes | None:
+def fetch_file(remote: Remote, url: str, name: str, folder: Path) -> bytes | None:
+    """Fetch one small file into a folder; None if there is none.
+
+    Raises: UnreadableError if it cannot be fetched, or is too large to be no weights.
+    """
     found = remote.read(name, 0, _SMALL_LIMIT + 1)
     if found is None:
         return None
@@ -138,6 +145,26 @@ def _write(path: Path, data: bytes, size: int) -> None:
         ) from error
 
 
+class _HubFolder(HttpFolder):
+    """One revision of a model on the hub."""
+
+    def __init__(self, hub: str, model: str, revision: str) -> None:
+        token = os.environ.get("HF_TOKEN")
+        super().__init__(f"{hub}/{model}/resolve/{revision}", token)
+        self._about = HttpFolder(f"{hub}/api/models/{model}/revision", token)
+        self._revision = revision
+
+    def names(self) -> Sequence[str] | None:
+        """Names of all files, None if the hub does not say."""
+        found = self._about.read(self._revision, 0, _SMALL_LIMIT)
+        value = parse_json(found[0], Path(self._revision)).value if found is not None else None
+        files = value.get("siblings") if isinstance(value, Mapping) else None
+        if not isinstance(files, list):
+            return None
+        names = [f.get("rfilename") for f in files if isinstance(f, Mapping)]
+        return [n for n in names if isinstance(n, str) and not outside(n)]
+
+
 class _Fsspec:
     """Files below a URL that fsspec opens."""
 
@@ -174,3 +201,15 @@ class _Fsspec:
             return None
         except OSError as error:
             raise UnreadableError(f"{path}: cannot be read: {error}") from error
+
+    def mark(self, name: str) -> str:
+        """See `Remote.mark`."""
+        path = f"{self._root}/{name}"
+        try:
+            self._fs.invalidate_cache(self._root)
+            info = self._fs.info(path)
+        except OSError as error:
+            raise UnreadableError(f"{path}: cannot be read: {error}") from error
+        keys = ("ETag", "etag", "LastModified", "mtime", "updated", "created")
+        known = (info.get(key) for key in keys)
+        return f"{info['size']} {next((k for k in known if k is not None), '')}"

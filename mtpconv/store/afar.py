@@ -1,0 +1,162 @@
+"""A HuggingFace checkpoint far away, read in ranges as if it lay here; none of it is kept.
+
+Headers and small files are mirrored into a folder of sparse files (`mtpconv.store.remote`), so
+that everything that reads folders works; tensor bytes are fetched when they are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import cast
+
+from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
+from mtpconv.store.checkpoint import Chunk
+from mtpconv.store.content import Run
+from mtpconv.store.files import Files
+from mtpconv.store.hf import HfCheckpoint, open_hf
+from mtpconv.store.http import HttpFolder
+from mtpconv.store.other_files import OTHER_WEIGHTS
+from mtpconv.store.remote import Remote, fetch_file, mirror_headers, open_remote
+from mtpconv.tensors import Box
+
+#: Units: bytes. What one request asks for: enough to hide its latency.
+SPAN = 8 << 20
+#: Stretches that each thread keeps; neighbours are mostly asked for one after another.
+_KEPT = 3
+#: Units: seconds before a failed request is made again.
+_PAUSES = (0.5, 2.0, 8.0)
+#: What an HF folder may have besides weights, where a server gives no listing.
+_USUAL = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "processor_config.json", "README.md", "LICENSE",
+)  # fmt: skip
+
+
+class AfarFile:
+    """One remote file; stands where a path would (`mtpconv.store.files.Computed`)."""
+
+    def __init__(self, remote: Remote, url: str, name: str, size: int) -> None:
+        self._remote = remote
+        self._url = f"{url}/{name}"
+        self._name = name
+        self._size = size
+        self._own = threading.local()
+
+    def read_into(self, files: Files, start: int, view: memoryview) -> None:  # noqa: ARG002
+        """Fill `view` from byte `start`.
+
+        Raises: UnreadableError if the file ends early, changed, or cannot be fetched.
+        """
+        if start + len(view) > self._size:
+            raise UnreadableError(f"{self._url}: ends at byte {self._size}; it is truncated")
+        done = 0
+        while done < len(view):
+            number, skip = divmod(start + done, SPAN)
+            part = self._stretch(number)[skip : skip + len(view) - done]
+            view[done : done + len(part)] = part
+            done += len(part)
+
+    def _stretch(self, number: int) -> bytes:
+        kept: OrderedDict[int, bytes] | None = getattr(self._own, "kept", None)
+        if kept is None:
+            kept = self._own.kept = OrderedDict()
+        data = kept.get(number)
+        if data is None:
+            while len(kept) >= _KEPT:
+                kept.popitem(last=False)
+            start = number * SPAN
+            data = kept[number] = self._fetch(start, min(SPAN, self._size - start))
+        else:
+            kept.move_to_end(number)
+        return data
+
+    def _fetch(self, start: int, length: int) -> bytes:
+        for pause in (*_PAUSES, None):
+            try:
+                found = self._remote.read(self._name, start, length)
+                if found is None:
+                    raise UnreadableError(f"{self._url}: vanished while it was read")
+                data, size = found
+                if size == self._size and len(data) == length:
+                    return data
+                if size != self._size:
+                    raise RefusedError(
+                        f"{self._url}: had {self._size:,} bytes and now has {size:,}; "
+                        "run again when nobody writes to it"
+                    )
+                raise UnreadableError(f"{self._url}: {len(data):,} of {length:,} bytes came")
+            except UnreadableError:
+                if pause is None:
+                    raise
+                time.sleep(pause)
+        raise AssertionError  # the last attempt returns or raises
+
+
+@dataclass(frozen=True, slots=True)
+class AfarCheckpoint(HfCheckpoint):
+    """A remote folder; `path` is its mirror, which has headers and small files only."""
+
+    remote: Remote = field(kw_only=True)
+    afar: Mapping[str, AfarFile] = field(kw_only=True)
+    marks: Mapping[str, str] = field(kw_only=True)
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        """The one chunk of a tensor; whoever reads it gets the bytes from afar."""
+        run = self.runs(name)[0]
+        box = Box.whole(self.tensors[name].shape)
+        return (Chunk(cast(Path, run.file), run.start, box),)
+
+    def runs(self, name: str) -> Sequence[Run]:
+        """The one run of a tensor."""
+        file = self.where[name]
+        header = self.shards[file]
+        begin, end = header.offsets[name]
+        return (Run(0, end - begin, self.afar[file], header.data_start + begin),)
+
+    def require_unchanged(self) -> None:
+        """Refuse a source that changed. Raises: UnreadableError naming the first file."""
+        for name, mark in self.marks.items():
+            if self.remote.mark(name) != mark:
+                raise UnreadableError(
+                    f"{name}: changed while it was read; nothing was kept, run again when nobody "
+                    "writes to it"
+                )
+
+
+def open_afar(url: str, folder: Path) -> AfarCheckpoint:
+    """Open a remote HF folder; `folder` is empty and gets its mirror.
+
+    Raises: UnreadableError if it cannot be reached or is no checkpoint; UnsupportedError if the
+    server sends whole files only; RefusedError if a tensor stands in two files, which only a local
+    copy can compare.
+    """
+    url = url.rstrip("/")
+    remote = open_remote(url)
+    mirror_headers(url, folder)
+    listed = remote.names()
+    for name in _USUAL if listed is None else listed:
+        if not name.endswith((".safetensors", *OTHER_WEIGHTS)) and not (folder / name).exists():
+            fetch_file(remote, url, name, folder)
+    hf = open_hf(folder, compare_duplicates=False)
+    for problem in hf.problems:
+        if problem.kind == "duplicate_tensor":
+            raise RefusedError(f"{url}: {problem.message}; download it")
+    for file in list(hf.shards)[:1]:
+        if isinstance(remote, HttpFolder) and not remote.has_ranges(file):
+            raise UnsupportedError(f"{url}: the server sends whole files only; download them")
+    marks = {file: remote.mark(file) for file in hf.shards}
+    for file, mark in marks.items():
+        # Whoever asks whether the mirror changed learns whether the original did.
+        stamp = int.from_bytes(mark.encode()[-7:], "big")
+        os.utime(folder / file, ns=(stamp, stamp))
+    same = {one.name: getattr(hf, one.name) for one in fields(HfCheckpoint)}
+    afar = {f: AfarFile(remote, url, f, header.size) for f, header in hf.shards.items()}
+    return AfarCheckpoint(**same, remote=remote, afar=afar, marks=marks)
