@@ -42,7 +42,7 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "nothing_compared": "name two checkpoints of one model",
     "tier_not_reached": "give the checkpoint instead of its manifest, and leave --sample out",
     "not_read": "read everything before a release: from this disk, without --sample",
-    "waived_unread": "fetch the file again; --allow index-authoritative ignores what no index names",
+    "waived_unread": "fetch the file; --allow index-authoritative ignores what no index names",
     "completeness_not_checked": "compare with the original, or pass a table with --mapping",
     "waiver_unused": "delete the waiver",
     "waiver_expired": "fix the fault, or decide again and set a new date",
