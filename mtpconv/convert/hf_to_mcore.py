@@ -176,10 +176,15 @@ def plan_hf2mcore(
         )
     content = as_bf16(hf, table)
     tensors = content.tensors
+    chosen: list[Layout] = []
+
+    def choose(plan: Plan) -> Layout:
+        chosen.append(layout_for(plan, layout))
+        return chosen[-1]
+
     plan, dropped = agreed_plan(
-        hf.config, table, tensors, lambda p: layout_for(p, layout),
-        where=str(source), drop_mtp=drop_mtp,
-    )  # fmt: skip
+        hf.config, table, tensors, choose, where=str(source), drop_mtp=drop_mtp
+    )
     for step in plan.steps:
         kinds = {tensors[n].dtype for n in step.hf}
         if len(kinds) > 1:
@@ -196,7 +201,7 @@ def plan_hf2mcore(
         content,
         applied(content, plan),
         plan,
-        layout_for(plan, layout),
+        layout_for(plan, layout) if drop_mtp else chosen[-1],
         tuple(n for n in plan.hf if n not in gone),
         dropped,
         tuple(n for n in tensors if n not in plan.hf and is_carried(table, n)),
