@@ -78,9 +78,11 @@ def open_sides(
 ) -> Sides:
     """Open what the command line names; `headers_only` reads no tensor bytes.
 
-    Raises: UnreadableError, UsageError; UnsupportedError if two formats meet and no table
-    translates between them.
+    Raises: UnreadableError; UsageError, also for a table that nobody needs; UnsupportedError if
+    two formats meet and no table translates between them.
     """
+    if mapping is not None:
+        read_table(mapping)  # a typo must not pass where no table is needed
     right = open_any(after, headers_only=headers_only)
     left = open_any(before, headers_only=headers_only) if before is not None else None
     # What is wrong with the base itself is nobody's question.
@@ -92,8 +94,10 @@ def open_sides(
         return Sides(_plain(left), _plain(right) or _alone(right, mapping), _plain(origin))
     plan = _shared_plan([o for o in (left, right, origin) if o is not None], mapping)
     digests = any(isinstance(o, Manifest) for o in (left, right, origin))
-    seen = [_seen(o, plan, digests=digests) for o in (left, right, origin)]
-    return Sides(seen[0], _must(seen[1]), seen[2])
+    old, new, base_seen = (_seen(o, plan, digests=digests) for o in (left, right, origin))
+    if old is None:
+        new = replace(_must(new), expected=Expected(plan.hf, plan.regions))
+    return Sides(old, _must(new), base_seen)
 
 
 def _shared_plan(opened: Sequence[Opened], mapping: Path | None) -> Plan:

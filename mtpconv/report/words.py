@@ -89,8 +89,13 @@ def side(one: Side) -> str:
 
 def compared(what: Compared, tier: Tier) -> str:
     """What was really looked at, with the tier in words."""
-    amount = f"{count(what.tensors, 'tensor')}, {size(what.nbytes)}"
-    return f"{amount}; tier {tier}: {TIERS[tier]}"
+    said = f"tier {tier}: {TIERS[tier]}"
+    if tier == "L0" and what.nbytes:
+        # Some bytes were read, which is less than a tier and more than none.
+        total = count(what.tensors + len(what.not_read), "tensor")
+        of = f" of {what.tensors:,} of them" if what.not_read else ""
+        return f"{total}; {said}, and {size(what.nbytes)} of values{of}"
+    return f"{count(what.tensors, 'tensor')}, {size(what.nbytes)}; {said}"
 
 
 def mtp(status: MtpStatus) -> str:
@@ -144,4 +149,6 @@ def headline(report: Report) -> str:
     if set(found) == {"identical"}:
         return f"all {count(len(report.states), 'tensor')} identical{more}"
     listed = ", ".join(f"{number:,} {plain(state)}" for state, number in found.items())
+    if any(f.kind == "completeness_not_checked" for f in report.findings):
+        more = f", completeness not checked (A04){more}"
     return f"no errors{more}" + (f"; tensors: {listed}" if listed else "")

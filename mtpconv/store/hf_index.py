@@ -59,9 +59,16 @@ def parse_index(read: JsonText, name: str) -> IndexFile:
     # The headers have the same names, and a file name stands for thousands of tensors.
     weight_map = {sys.intern(name): sys.intern(file) for name, file in weight_map.items()}
     value["weight_map"] = weight_map
+    if any("./" in file for file in weight_map.values()):
+        weight_map = {name: _direct(file) for name, file in weight_map.items()}
     metadata = value.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return IndexFile(name, read.text, value, weight_map, total, tuple(problems))
+
+
+def _direct(file: str) -> str:
+    """A file name without steps that lead nowhere: `./a` is `a`."""
+    return file if outside(file) else str(PurePosixPath(file))
 
 
 def outside(file: str) -> bool:

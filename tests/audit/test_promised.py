@@ -10,6 +10,9 @@ import pytest
 from mtpconv.audit.audit import audit
 from mtpconv.audit.finding import Report
 from mtpconv.audit.sides import open_sides
+from mtpconv.convert import hf2mcore
+from mtpconv.errors import UsageError
+from mtpconv.mapping.table import mappings_folder
 from mtpconv.store.hf import open_hf
 from mtpconv.store.manifest import take_manifest, write_manifest
 from tests.audit.models import FAMILIES, Model, base_model, errors, said, shown
@@ -100,3 +103,28 @@ def test_a_manifest_of_an_unknown_model_is_checked_by_names(tmp_path: Path) -> N
     write_manifest(take_manifest(opened, folder, "hf", config=opened.config), tmp_path / "m.json")
     report = audit(None, open_sides(None, tmp_path / "m.json").after)
     assert said(report) == [("missing_tensor", "model.layers.2.")]
+
+
+def test_a_base_of_another_format_changes_no_promise(tmp_path: Path) -> None:
+    model = base_model("glm-5.2.json")
+    whole = model.write(tmp_path / "whole")
+    hf2mcore(whole, tmp_path / "mcore")
+    del model.tensors[TRUNK]
+    damaged = model.write(tmp_path / "damaged")
+    for after, base, wanted in (
+        (damaged, tmp_path / "mcore", [("missing_tensor", TRUNK)]),
+        (whole, tmp_path / "mcore", []), (tmp_path / "mcore", whole, []),
+    ):  # fmt: skip
+        sides = open_sides(None, after, base=base)
+        report = audit(None, sides.after, base=sides.base)
+        assert said(report) == wanted, shown(report)
+        assert "completeness_not_checked" not in {f.kind for f in report.findings}
+
+
+def test_a_table_that_cannot_be_read_is_refused_although_nobody_needs_it(tmp_path: Path) -> None:
+    folder = base_model("mimo-7b.json").write(tmp_path / "a")
+    for before in (None, folder):
+        with pytest.raises(UsageError, match=r"nope\.toml"):
+            open_sides(before, folder, mapping=tmp_path / "nope.toml")
+    own = mappings_folder() / "mimo.toml"
+    assert open_sides(folder, folder, mapping=own).after.expected is None

@@ -192,6 +192,13 @@ def hostile() -> Report:
     )
 
 
+def incomplete() -> Report:
+    """One checkpoint alone, of a model that nobody wrote a table for."""
+    note = Finding("A04", "completeness_not_checked", "note", "there is no mapping table")
+    return replace(passing(), tier="L0", before=None, findings=(note,),
+                   states=dict.fromkeys(passing().states, "present"))  # fmt: skip
+
+
 def not_checked() -> Report:
     """Nothing could be compared."""
     fault = Finding(

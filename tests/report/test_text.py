@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtpconv.report import text
-from tests.report.reports import ALL, mtp_dropped, not_checked, passing, scattered
+from mtpconv.audit.finding import Compared
+from mtpconv.report import text, words
+from tests.report.reports import ALL, incomplete, mtp_dropped, not_checked, passing, scattered
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -37,6 +38,22 @@ def test_the_mtp_line_is_there_when_all_is_green() -> None:
     shown = text.render(passing(), width=100, lines=24)
     assert shown.startswith("PASS  all 59,585 tensors identical\n")
     assert "MTP       preserved; config promises 1 depth; depth 0: preserved, 791 of 791" in shown
+
+
+def test_what_was_not_checked_is_on_the_first_line() -> None:
+    first = text.render(incomplete(), width=100, lines=24).splitlines()[0]
+    assert first.startswith("PASS  no errors, completeness not checked (A04)")
+
+
+def test_bytes_that_were_read_are_no_headers() -> None:
+    looked = words.compared(Compared(115, 8000), "L0")
+    assert looked == "115 tensors; tier L0: headers, index and config, and 8 kB of values"
+    sampled = words.compared(Compared(40, 8000, ("a", "b")), "L0")
+    assert sampled == (
+        "42 tensors; tier L0: headers, index and config, and 8 kB of values of 40 of them"
+    )
+    headers = words.compared(Compared(115, 0), "L0")
+    assert headers == "115 tensors, 0 B; tier L0: headers, index and config"
 
 
 def test_not_checked_is_not_called_a_pass_or_a_fail() -> None:

@@ -376,6 +376,19 @@ def test_index_never_leads_outside(tmp_path: Path, file: str) -> None:
     assert problem.tensors == ("stolen",)
 
 
+def test_steps_that_lead_nowhere_name_the_same_file(tmp_path: Path) -> None:
+    folder = two_shards(tmp_path)
+    plainly = open_hf(folder)
+    written = {n: f"./{f}" if n == "lm_head.weight" else f"././{f}"
+               for n, f in plainly.weight_map.items()}  # fmt: skip
+    write_index(folder, written)
+    checkpoint = open_hf(folder)
+    assert kinds(checkpoint) == []
+    assert checkpoint.weight_map == plainly.weight_map
+    assert checkpoint.index is not None
+    assert checkpoint.index["weight_map"] == written  # a copy of the index says what it said
+
+
 def test_ghost_entry(tmp_path: Path) -> None:
     folder = two_shards(tmp_path)
     write_index(folder, dict.fromkeys(ENTRIES, "a.safetensors") | {"ghost": "b.safetensors"})
