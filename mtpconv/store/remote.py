@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 from urllib.parse import quote, urlsplit
@@ -19,6 +20,7 @@ from mtpconv.errors import UnreadableError, UnsupportedError
 from mtpconv.store.hf_index import INDEX_NAME, outside
 from mtpconv.store.http import HttpFolder
 from mtpconv.store.json_text import parse_json
+from mtpconv.store.safetensors_header import plain
 
 #: Units: bytes. As the safetensors library limits a header.
 _HEADER_LIMIT = 100_000_000
@@ -156,7 +158,10 @@ class _HubFolder(HttpFolder):
 
     def names(self) -> Sequence[str] | None:
         """Names of all files, None if the hub does not say."""
-        found = self._about.read(self._revision, 0, _SMALL_LIMIT)
+        try:
+            found = self._about.read(self._revision, 0, _SMALL_LIMIT)
+        except UnreadableError:  # a mirror may have the files and no such page
+            return None
         value = parse_json(found[0], Path(self._revision)).value if found is not None else None
         files = value.get("siblings") if isinstance(value, Mapping) else None
         if not isinstance(files, list):
@@ -174,42 +179,56 @@ class _Fsspec:
             import fsspec
         except ImportError as error:
             raise UnsupportedError(f"{url}: needs fsspec; pip install 'mtpconv[remote]'") from error
+        self._url = url.rstrip("/")
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(url.rstrip("/"))
+            with self._asking("cannot be opened", (ImportError, ValueError)):
+                self._fs, self._root = fsspec.core.url_to_fs(self._url)
         except (ImportError, ValueError) as error:
             raise UnsupportedError(f"{url}: fsspec cannot open {scheme}://: {error}") from error
 
     def names(self) -> Sequence[str]:
         """Names of the files in the folder."""
         try:
-            entries = self._fs.ls(self._root, detail=True)
+            with self._asking("cannot be listed"):
+                entries = self._fs.ls(self._root, detail=True)
         except FileNotFoundError as error:
-            raise UnreadableError(f"{self._root}: is not there") from error
-        except OSError as error:
-            raise UnreadableError(f"{self._root}: cannot be listed: {error}") from error
+            raise UnreadableError(f"{self._url}: is not there") from error
         return [PurePosixPath(e["name"]).name for e in entries if e["type"] == "file"]
 
     def read(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
         """See `Remote.read`."""
         path = f"{self._root}/{name}"
         try:
-            size = int(self._fs.info(path)["size"])
-            if start >= size:
-                return b"", size
-            return self._fs.cat_file(path, start=start, end=min(start + length, size)), size
+            with self._asking(f"{name} cannot be read"):
+                size = int(self._fs.info(path)["size"])
+                if start >= size:
+                    return b"", size
+                return self._fs.cat_file(path, start=start, end=min(start + length, size)), size
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise UnreadableError(f"{path}: cannot be read: {error}") from error
 
     def mark(self, name: str) -> str:
         """See `Remote.mark`."""
         path = f"{self._root}/{name}"
         try:
-            self._fs.invalidate_cache(self._root)
-            info = self._fs.info(path)
-        except OSError as error:
-            raise UnreadableError(f"{path}: cannot be read: {error}") from error
+            with self._asking(f"{name} cannot be read"):
+                self._fs.invalidate_cache(self._root)
+                info = self._fs.info(path)
+        except FileNotFoundError as error:
+            raise UnreadableError(f"{self._url}: {name} is not there") from error
         keys = ("ETag", "etag", "LastModified", "mtime", "updated", "created")
         known = (info.get(key) for key in keys)
         return f"{info['size']} {next((k for k in known if k is not None), '')}"
+
+    @contextmanager
+    def _asking(
+        self, what: str, told_apart: tuple[type[Exception], ...] = (FileNotFoundError,)
+    ) -> Iterator[None]:
+        """Each package behind fsspec has exceptions of its own: no credentials, no connection."""
+        try:
+            yield
+        except told_apart:
+            raise
+        except Exception as error:
+            why = plain(str(error).partition("\n")[0])
+            raise UnreadableError(f"{self._url}: {what}: {type(error).__name__}: {why}") from error

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,6 +176,39 @@ def test_other_schemes_go_through_fsspec(tmp_path: Path) -> None:
     assert open_hf(mirror_headers("memory://bucket/model", folder)).tensors == open_hf(hf).tensors
     with pytest.raises(UnreadableError):
         mirror_headers("memory://bucket/nothing", folder)
+
+
+@pytest.mark.parametrize("broken", ["__init__", "ls", "info", "cat_file"])
+def test_what_a_package_behind_fsspec_raises_is_one_line(broken: str, tmp_path: Path) -> None:
+    """s3fs has NoCredentialsError and EndpointConnectionError, which are no OSError."""
+    fsspec = pytest.importorskip("fsspec")
+
+    class NoCredentials(Exception):
+        pass
+
+    class Bucket:
+        def ls(self, path: str, detail: bool = True, **_: object) -> list[dict[str, object]]:
+            return [{"name": f"{path}/model.safetensors", "type": "file", "size": 10}]
+
+        def info(self, path: str, **_: object) -> dict[str, object]:
+            if not path.endswith("model.safetensors"):
+                raise FileNotFoundError(path)
+            return {"name": path, "size": 10, "type": "file"}
+
+        def cat_file(self, path: str, start: int = 0, end: int = 0, **_: object) -> bytes:
+            return (2).to_bytes(8, "little")[start:end] if start < 8 else b"{}"
+
+    kind: Any = type("Cloud", (Bucket, fsspec.AbstractFileSystem), {"cachable": False})
+    fsspec.register_implementation("cloud", kind, clobber=True)
+    mirror_headers("cloud://bucket/model", tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise NoCredentials("Unable to locate\ncredentials")
+
+    setattr(kind, broken, refuse)
+    with pytest.raises(UnreadableError, match=r"NoCredentials: Unable to locate$") as error:
+        mirror_headers("cloud://bucket/model", tmp_path)
+    assert str(error.value).startswith("cloud://bucket/model: ")
 
 
 def test_local_paths_are_not_remote() -> None:
