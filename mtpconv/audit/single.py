@@ -10,7 +10,7 @@ from mtpconv.audit.finding import Finding
 from mtpconv.audit.mtp import depths_of
 from mtpconv.audit.promise import read_promise
 from mtpconv.audit.quantised import form_findings, scale_findings
-from mtpconv.audit.subject import Expected, Subject
+from mtpconv.audit.subject import ARGS, Expected, Subject
 from mtpconv.audit.tablefree import tablefree_findings
 from mtpconv.store.hf import CONFIG_NAME
 from mtpconv.tensors import Region
@@ -48,7 +48,9 @@ def completeness_findings(
             if subject.config is not None
             else "there is no config"
         )
-        if any(p.kind == "config_contradiction" for p in subject.problems):
+        if subject.config_source == ARGS:
+            why = "there is no hf_source, and args name no model type that has a mapping table"
+        elif any(p.kind == "config_contradiction" for p in subject.problems):
             why = f"config.json is no {subject.model_type}, so the mapping table cannot be used"
         yield finding(
             "completeness_not_checked",

@@ -232,7 +232,9 @@ def _args(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     if not isinstance(args, Mapping):
         return None
     plain = (int, float, str, list, tuple, type(None))
-    return {k: v for k, v in args.items() if isinstance(v, plain) and k != "model_type"}
+    # Names that mean something else in a config.json.
+    others = ("model_type", "mtp_hybrid_override_pattern")
+    return {k: v for k, v in args.items() if isinstance(v, plain) and k not in others}
 
 
 def _told_in(checkpoint: Checkpoint) -> str | None:

@@ -159,6 +159,17 @@ def test_how_a_run_trains_is_its_own_affair(pair: tuple[Path, Path], tmp_path: P
         assert not [f for f in report.findings if f.kind == "config_mismatch"]
 
 
+def test_a_pattern_in_args_renumbers_no_depth(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    def change(common: dict[str, Any]) -> None:
+        common["args"]["mtp_hybrid_override_pattern"] = "*E"
+
+    copy = edited(pair[1], tmp_path / "a", change, source=False)
+    report = run(None, copy)
+    assert report.verdict == "pass", shown(report)
+    (note,) = [f for f in report.findings if f.kind == "completeness_not_checked"]
+    assert "no hf_source" in note.message
+
+
 def made(**changes: Any) -> dict[str, Any]:
     return megatron_args(read_geometry({**GLM, **changes}), gaps=[])
 
