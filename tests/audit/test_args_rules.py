@@ -164,6 +164,8 @@ def test_a_pattern_in_args_renumbers_no_depth(pair: tuple[Path, Path], tmp_path:
         common["args"]["mtp_hybrid_override_pattern"] = "*E"
 
     copy = edited(pair[1], tmp_path / "a", change, source=False)
+    region = open_sides(None, copy).after.naming.region("mtp.layers.1.eh_proj.weight")
+    assert (region.kind, region.index) == ("mtp", 1)
     report = run(None, copy)
     assert report.verdict == "pass", shown(report)
     (note,) = [f for f in report.findings if f.kind == "completeness_not_checked"]
