@@ -14,7 +14,7 @@ from functools import cached_property
 from mtpconv.errors import UsageError
 from mtpconv.geometry import Config, Geometry, Kind, read_geometry
 from mtpconv.mapping.ops import BUILDERS, Op, PadRows, Site
-from mtpconv.mapping.table import Row, Stack, Table
+from mtpconv.mapping.table import CopyRule, Row, Stack, Table
 from mtpconv.tensors import ROOT, Region, Shape, TensorSpec
 
 #: More MTP depths than any release has; where a checkpoint is counted, counting stops here.
@@ -115,7 +115,7 @@ def promised_names(
                     names = (place.hf + n.replace("{expert}", str(expert)) for n in row.hf)
                     found.update(dict.fromkeys(names, place.region))
     for rule in table.copies:
-        for values, region in instances(geometry, rule.each):
+        for values, region in _copied(geometry, rule):
             name = rule.hf.format(**values)
             if (rule.ships if present is None else name in present) and rule.of in found:
                 found.setdefault(name, region)
@@ -255,6 +255,13 @@ def _spec(table: Table, geometry: Geometry, row: Row, name: str, layer: int) -> 
     return TensorSpec(table.dtypes.get(name, geometry.dtype), shape)
 
 
+def _copied(geometry: Geometry, rule: CopyRule) -> Iterator[tuple[dict[str, int], Region]]:
+    """Where a rule of copies holds, as `instances` does for stacks."""
+    for values, region in instances(geometry, rule.each):
+        if all(geometry.fact(f, values.get("layer", 0)) is wanted for f, wanted in rule.facts):
+            yield values, region
+
+
 def _copies(
     table: Table, geometry: Geometry, steps: tuple[Step, ...], present: Collection[str] | None
 ) -> Iterator[CopyStep]:
@@ -263,7 +270,7 @@ def _copies(
     known = {n: spec for s in steps for n, spec in zip(s.hf, s.specs, strict=True)}
     taken = set(known)
     for rule in table.copies:
-        for values, region in instances(geometry, rule.each):
+        for values, region in _copied(geometry, rule):
             name = rule.hf.format(**values)
             wanted = rule.ships if present is None else name in present
             spec = known.get(rule.of)

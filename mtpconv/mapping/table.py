@@ -86,7 +86,8 @@ class Stack:
 class CopyRule:
     """An HF tensor stored twice; Megatron keeps only `of`.
 
-    `ships`: without an inventory, assume that it is there.
+    `ships`: without an inventory, assume that it is there. It is a copy only where the facts
+    hold: an untied head has a row, and must not become one because that row was lost.
     """
 
     each: str
@@ -94,6 +95,7 @@ class CopyRule:
     of: str
     ships: bool
     where: str
+    facts: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,18 +355,21 @@ class _Parser:
 
     def uses(self, path: Path, section: str, text: str) -> Iterator[Use]:
         blocks, _, condition = text.partition(" if ")
+        facts = self.facts(self.where(path, section.split(".")[0], section), condition)
+        names = tuple(name.strip() for name in blocks.split(" or "))
+        for name in names:
+            yield Use(name, facts, names if len(names) > 1 else ())
+
+    def facts(self, where: str, condition: str) -> tuple[tuple[str, bool], ...]:
         facts = []
         for fact in condition.split(" and ") if condition else []:
             wanted = not fact.startswith("not ")
             fact = fact.removeprefix("not ").strip()
             if fact not in FACTS:
-                where = self.where(path, section.split(".")[0], section)
                 self.fault("M03", where, f"unknown fact {fact!r}; known: {', '.join(FACTS)}")
                 continue
             facts.append((fact, wanted))
-        names = tuple(name.strip() for name in blocks.split(" or "))
-        for name in names:
-            yield Use(name, tuple(facts), names if len(names) > 1 else ())
+        return tuple(facts)
 
     def stack(self, path: Path, raw: Mapping[str, Any]) -> Stack:
         where = self.where(path, "", "stacks")
@@ -379,10 +384,10 @@ class _Parser:
 
     def copy(self, path: Path, raw: Mapping[str, Any]) -> CopyRule:
         where = self.where(path, "", "copies")
-        self.entry(where, raw, {"each", "hf", "of", "ships"}, raw.get("each"))
+        self.entry(where, raw, {"each", "hf", "of", "ships", "if"}, raw.get("each"))
         return CopyRule(
             raw.get("each", "once"), raw.get("hf", ""), raw.get("of", ""),
-            raw.get("ships", True) is True, where,
+            raw.get("ships", True) is True, where, self.facts(where, str(raw.get("if", ""))),
         )  # fmt: skip
 
     def discard(self, path: Path, raw: Mapping[str, Any]) -> Discard:

@@ -53,6 +53,12 @@ def test_a_good_table_has_no_faults(tmp_path: Path) -> None:
         ('model_type = "toy"', 'model_type = "toy"\nsurprise = 1', "M01", 3),
         ("{ qkv = ", "{ qvk = ", "M02", 11),
         ("ffn if is_dense", "ffn if is_dens", "M03", None),
+        (
+            'model_type = "toy"',
+            'model_type = "toy"\ncopies = [{ each = "once", hf = "h", of = "e", if = "is_tide" }]',
+            "M03",
+            None,
+        ),
         ('["gate.weight", "up.weight"] }', "[] }", "M01", 13),
         ('each = "once"', 'each = "twice"', "M01", None),
         ('model_type = "toy"', 'model_type = "toy"\ndiscards = [{ hf = "x" }]', "M12", None),
