@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mtpconv.mapping.layouts import Address, Layout, detect_layout
+from mtpconv.mapping.layouts import Address, Layout, as_stored, detect_layout
 from mtpconv.mapping.ops import Move, ShapeError
 from mtpconv.mapping.plan import Plan, Step, padded
 from mtpconv.mapping.producers import Trait, doubts, traits
@@ -40,8 +40,8 @@ class HfView:
         carried: Checkpoint | None = None,
     ) -> None:
         self.checkpoint = checkpoint
-        self.plan = plan
         self.layout = layout or detect_layout(plan, checkpoint.tensors.keys())
+        self.plan = as_stored(plan, self.layout)
         self.tensors: dict[str, TensorSpec] = {}
         self.problems: list[Problem] = list(checkpoint.problems)
         self._steps: dict[str, list[tuple[Step, int]]] = {}
@@ -82,8 +82,11 @@ class HfView:
                 if trait.refused is not None:
                     yield f"{self.path}: {trait.name}: {trait.refused}"
         if not ours:
+            # Megatron itself loads no checkpoint of the other kind.
+            reordered = any(dialect.reordered for dialect in self.layout.dialects)
+            judge = "audit against its HuggingFace original" if reordered else "parity"
             for line in doubts(self.plan):
-                yield f"{self.path}: not told by bytes, {line}; mtpconv parity decides"
+                yield f"{self.path}: not told by bytes, {line}; mtpconv {judge} decides"
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         """Never answers: HF tensors are cut out of chunks; ask for `pieces`."""

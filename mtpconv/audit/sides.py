@@ -30,6 +30,7 @@ from mtpconv.errors import (
 )
 from mtpconv.geometry import read_geometry
 from mtpconv.mapping.check import is_carried
+from mtpconv.mapping.layouts import as_stored, detect_layout
 from mtpconv.mapping.plan import Plan, make_plan, promised_names
 from mtpconv.mapping.table import Table, find_table, read_table
 from mtpconv.store.checkpoint import Problem
@@ -92,9 +93,11 @@ def open_sides(
         return Sides(None, _alone(right, mapping), _plain(origin))
     if len(formats) == 1:
         return Sides(_plain(left), _plain(right) or _alone(right, mapping), _plain(origin))
-    plan = _shared_plan([o for o in (left, right, origin) if o is not None], mapping)
-    digests = any(isinstance(o, Manifest) for o in (left, right, origin))
-    old, new, base_seen = (_seen(o, plan, digests=digests) for o in (left, right, origin))
+    sides = [o for o in (left, right, origin) if o is not None]
+    plan = _shared_plan(sides, mapping)
+    held = _held(plan, sides)
+    digests = any(isinstance(o, Manifest) for o in sides)
+    old, new, base_seen = (_seen(o, plan, held, digests=digests) for o in (left, right, origin))
     if old is None:
         new = replace(_must(new), expected=Expected(plan.hf, plan.regions))
     return Sides(old, _must(new), base_seen)
@@ -117,6 +120,24 @@ def _shared_plan(opened: Sequence[Opened], mapping: Path | None) -> Plan:
         f"{opened[0].path}: Megatron checkpoints of two formats are compared through HF names, and "
         "neither has an hf_source folder; compare each with the HuggingFace folder"
     )
+
+
+def _held(plan: Plan, opened: Sequence[Opened]) -> Plan:
+    """The plan as the Megatron sides store it: what becomes of HF tensors there.
+
+    Raises: UnsupportedError if one holds a tensor changed and another does not.
+    """
+    found = [
+        as_stored(plan, detect_layout(plan, one.tensors.keys()))
+        for one in opened
+        if isinstance(one, MegatronCheckpoint)
+    ]
+    if any(each.arithmetic != found[0].arithmetic for each in found):
+        raise UnsupportedError(
+            f"{opened[0].path}: one Megatron checkpoint holds tensors as HuggingFace has them that "
+            "another holds changed; compare each with the HuggingFace folder"
+        )
+    return found[0] if found else plan
 
 
 def expected_inventory(
@@ -225,8 +246,8 @@ def _plain(opened: Opened | None) -> Subject | None:
     return torch_dist_subject(opened)
 
 
-def _seen(opened: Opened | None, plan: Plan, *, digests: bool) -> Subject | None:
-    """A side under HF names; `digests`: some other side has no bytes."""
+def _seen(opened: Opened | None, plan: Plan, held: Plan, *, digests: bool) -> Subject | None:
+    """A side under HF names; `held`: as `_held`, `digests`: some other side has no bytes."""
     if not isinstance(opened, MegatronCheckpoint):
         if isinstance(opened, Manifest) and opened.source_format != "hf":
             raise UnsupportedError(
@@ -237,7 +258,7 @@ def _seen(opened: Opened | None, plan: Plan, *, digests: bool) -> Subject | None
             subject: Subject | None = _seen_fp8(opened, plan)
         else:
             subject = _plain(opened)
-        return subject if subject is None or digests else as_megatron(subject, plan)
+        return subject if subject is None or digests else as_megatron(subject, held)
     source = find_source(opened.path)
     carried = source.carried if source else None
     view = HfView(opened, plan, carried=carried)

@@ -2,7 +2,8 @@
 
 Tables name every Megatron tensor per layer and per expert, with the names of a training run.
 A layout respells these keys: other norm names, an expert axis in place of an expert number, a
-layer axis in place of a layer number. A reader picks the layout from the keys it finds.
+layer axis in place of a layer number. A few also store content otherwise (`as_stored`). A reader
+picks the layout from the keys it finds.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import itertools
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
 from mtpconv.errors import UsageError
 from mtpconv.geometry import Geometry
 from mtpconv.mapping.plan import Plan, Step
+from mtpconv.mapping.stored import Kept, Reordered, restored
 from mtpconv.mapping.table import mappings_folder
 from mtpconv.tensors import Shape
 
@@ -35,7 +37,7 @@ class Address:
 class Respelling:
     """One rule: a stretch of a key, by pattern, and what stands there instead.
 
-    With `number` = (a, b), `{n}` in `to` is a times the layer number plus b.
+    With `number` = (a, b), `{n}` in `to` is a times the layer or expert number plus b.
     """
 
     pattern: re.Pattern[str]
@@ -56,6 +58,9 @@ class Dialect:
     rules: tuple[Respelling, ...]
     #: only ever found, never written: no Megatron was seen to load it as torch_dist
     read_only: bool = False
+    #: what is stored as HF has it, and what in another order
+    kept: tuple[Kept, ...] = ()
+    reordered: tuple[Reordered, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,9 @@ class Layout:
 #: Order matters: a layer axis comes before an expert axis. All of `mappings/layouts`.
 DIALECTS = (
     "stacked_layers", "stacked_experts", "local_spec_mla", "local_spec_gqa", "local_modules_gqa",
-    "mtp_model_layer", "hybrid_layers", "language_model",
+    "mtp_model_layer", "hybrid_layers", "slime_linear_attention", "slime_indexer", "language_model",
 )  # fmt: skip
-_NUMBER = re.compile(r"\{(\d+)\*layer(?:\+(\d+))?\}")
+_NUMBER = re.compile(r"\{(\d+)\*(?:layer|expert)(?:\+(\d+))?\}")
 
 
 @cache
@@ -111,9 +116,17 @@ def read_dialect(name: str) -> Dialect:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"layout {name!r}: unknown; known: {', '.join(DIALECTS)}") from error
-    rules = tuple(_rule(r) for r in raw["respell"])
-    excludes = tuple(raw.get("excludes", ()))
-    return Dialect(name, raw["about"], excludes, rules, raw.get("read_only") is True)
+    return Dialect(
+        name,
+        raw["about"],
+        tuple(raw.get("excludes", ())),
+        tuple(_rule(r) for r in raw["respell"]),
+        raw.get("read_only") is True,
+        tuple(Kept(r["hf"], r["to"]) for r in raw.get("kept", ())),
+        tuple(
+            Reordered(r["key"], r["op"], tuple(r.get("only", ()))) for r in raw.get("reordered", ())
+        ),
+    )
 
 
 def _rule(raw: Mapping[str, str]) -> Respelling:
@@ -169,23 +182,33 @@ def detect_layout(plan: Plan, keys: Collection[str]) -> Layout:
     samples: dict[tuple[str, str, str], Step] = {}
     for step in plan.steps:
         samples.setdefault((step.row.block, step.row.key, step.region.kind), step)
-    plain = {s.key for s in samples.values()}
+    few = replace(plan, steps=tuple(samples.values()), copies=())
+    plain = addresses(few, Layout())
     # One that respells nothing here would only double the work.
-    able = [n for n in DIALECTS if any(_changes(n, key, plan.geometry) for key in plain)]
+    able = [n for n in DIALECTS if _spelled(few, layout_of([n])) != plain]
     best, best_score = Layout(), (-1, 0)
     for size in range(len(able) + 1):
         for names in itertools.combinations(able, size):
             if any(n in read_dialect(d).excludes for d in names for n in names):
                 continue
             layout = layout_of(names)
-            hits = sum(layout.address(s.key, plan.geometry).key in keys for s in samples.values())
+            hits = sum(spot.key in keys for spot in _spelled(few, layout))
             if (hits, -size) > best_score:
                 best, best_score = layout, (hits, -size)
     return best
 
 
-def _changes(name: str, key: str, geometry: Geometry) -> bool:
-    return layout_of([name]).address(key, geometry) != Address(key)
+def as_stored(plan: Plan, layout: Layout) -> Plan:
+    """The plan of a checkpoint in this layout: other steps where content is stored otherwise."""
+    return restored(
+        plan,
+        [rule for dialect in layout.dialects for rule in dialect.kept],
+        [rule for dialect in layout.dialects for rule in dialect.reordered],
+    )
+
+
+def _spelled(plan: Plan, layout: Layout) -> Sequence[Address]:
+    return addresses(as_stored(plan, layout), layout)
 
 
 def addresses(plan: Plan, layout: Layout) -> Sequence[Address]:

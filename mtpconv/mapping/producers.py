@@ -22,24 +22,19 @@ class Trait:
     refused: str | None = None
 
 
+_SLIME = Trait("slime")
 #: Pattern of a key, and the trait that it shows.
 #: Source: slime slime_plugins/models/{qwen3_next,qwen3_5,hf_attention,glm5/glm5}.py at 04e67434,
-#: 3999028c and 08a9dcdc, read 2026-11-29; NeMo's `module.` prefix is documented in its
-#: checkpoint guide.
+#: 3999028c and 08a9dcdc, slime_plugins/mbridge/qwen3_next.py at 3999028c, read 2026-11-29; NeMo's
+#: `module.` prefix is documented in its checkpoint guide.
 _KEYS = (
+    (re.compile(r"\.self_attention\.linear_attn\."), _SLIME),
+    (re.compile(r"\.self_attention\.(wq_b|wk|weights_proj)\.weight$"), _SLIME),
     (
-        re.compile(r"\.self_attention\.linear_attn\."),
+        re.compile(r"\.self_attention\.(linear_qgkv|self_attn)\."),
         Trait(
-            "slime, linear attention as HF modules",
-            "Megatron-Core's own linear attention has other tensors; export with slime's tools",
-        ),
-    ),
-    (
-        re.compile(r"\.self_attention\.(wq_b|wk|weights_proj)\.weight$"),
-        Trait(
-            "slime, indexer beside the attention",
-            "its rows are rotated in some versions of slime and not in others, which bytes do not "
-            "tell; export with slime's tools",
+            "slime, gated attention of its first versions",
+            "rows in an order that later ones do not have; export with that version of slime",
         ),
     ),
     (re.compile(r"^module\."), Trait("NeMo, module. before every key", "strip the prefix first")),
@@ -51,28 +46,43 @@ _FILES = {"run_config.yaml": Trait("Megatron-Bridge"), "modelopt_state": Trait("
 def traits(keys: Collection[str], files: Collection[str] = ()) -> tuple[Trait, ...]:
     """What keys and file names show, each trait once."""
     found = [trait for pattern, trait in _KEYS if any(map(pattern.search, keys))]
-    return (*found, *(trait for name, trait in _FILES.items() if name in files))
+    found += [trait for name, trait in _FILES.items() if name in files]
+    return tuple(dict.fromkeys(found))
 
 
 def doubts(plan: Plan) -> Iterator[str]:
-    """What names and shapes leave open for this model, one line each.
+    """What names and shapes leave open for this model, one line each, and how it is read.
 
-    Source: families.md sections 3 and 4, disagreements 1 and 16.
+    `plan` is that of the checkpoint, `as_stored`. Source: families.md sections 3 and 4,
+    disagreements 1 and 16; docs/dialects.md.
     """
     ops = {step.op.name for step in plan.steps}
+    keys = {step.row.key for step in plan.steps}
     if "gated_qkv" in ops or "qkv_gate" in ops:
         yield (
             "rows of linear_qkv: Megatron-Core, Megatron-Bridge and slime put the queries of a "
             "group before its gates, mcore-bridge has query and gate of each head in turn"
         )
-    if any(step.row.key.startswith("self_attention.in_proj.") for step in plan.steps):
+    if any(key.startswith("self_attention.in_proj.weight") for key in keys):
         yield (
             "rows of in_proj: Megatron-Core and Megatron-Bridge have query, key, value, z, beta, "
             "alpha one after another, mcore-bridge interleaves them per key head, Pai orders them "
             "otherwise"
         )
+    if "rope_last" in ops:
+        yield (
+            "rows of the indexer: slime has those with rotary embedding last in every head, and so "
+            "they are read; AReaL and Relax use its names and keep the order, and so do some of "
+            "slime's importers where config.json has no indexer_rope_interleave"
+        )
     if plan.geometry.model_type == "qwen3_next" and plan.geometry.depths:
         yield (
             "halves of eh_proj: slime exchanges them for Qwen3-Next, Megatron-Bridge and "
-            "mcore-bridge do not"
+            "mcore-bridge do not; "
+            + ("this is slime's, and read so" if "swap_halves" in ops else "read as not exchanged")
+        )
+    elif plan.geometry.depths and any(k.startswith("self_attention.linear_attn.") for k in keys):
+        yield (
+            "halves of eh_proj: slime exchanged them for Qwen3.5 too before its pull request 1702; "
+            "read as not exchanged"
         )

@@ -32,6 +32,8 @@ _GATED = ("linear_fc1.weight", "linear_fc1.bias")
 _WHOLE = re.compile(
     r"(layer_?norm|norm)(_weight|_bias|\.weight|\.bias)$|\.router\.\w+$|\.indexer\.[\w.]+$"
     r"|linear_(proj|fc2)\.bias$|shared_experts\.gate_weight$"
+    # slime: HF modules, and an indexer that is not parallel (layouts/slime_*.toml)
+    r"|self_attention\.(linear_attn\.|(wq_b|wk|weights_proj)\.)"
 )
 #: Cut by rows in some versions and kept whole in others; their full size tells.
 _EITHER: Mapping[str, tuple[str, ...]] = {

@@ -17,7 +17,6 @@ from mtpconv.report import text
 from mtpconv.synth import shrink
 from tests.convert.folders import make_hf
 from tests.mapping.toy import config
-from tests.store.respelled import respelled
 
 CONFIGS = Path(__file__).resolve().parents[2] / "fixtures" / "configs"
 
@@ -57,21 +56,6 @@ def test_megatron_bridge_leaves_its_run_config(glm: tuple[Path, Path]) -> None:
     report = compare(hf, mcore)
     assert report.verdict == "pass"
     assert report.after.dialect == "transformer_engine, per layer, per expert; Megatron-Bridge"
-
-
-def test_slimes_indexer_is_named_not_guessed(glm: tuple[Path, Path], tmp_path: Path) -> None:
-    hf, mcore = glm
-    other = respelled(
-        mcore, tmp_path / "slime", ("core_attention.indexer.linear_", ""),
-        ("core_attention.indexer.", ""),
-    )  # fmt: skip
-    report = compare(hf, other)
-    assert report.verdict == "fail"
-    assert (report.after.dialect or "").endswith("; slime, indexer beside the attention")
-    assert any("rotated in some versions" in note for note in report.compared.notes)
-    indexer = {f.tensor for f in report.findings if f.kind == "missing_tensor"}
-    assert indexer
-    assert all(".indexer." in str(name) for name in indexer)
 
 
 def test_what_only_content_tells_is_said_of_checkpoints_that_others_wrote(tmp_path: Path) -> None:

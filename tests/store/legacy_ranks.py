@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from mtpconv.store.content import blocks
 from mtpconv.store.legacy_file import NAME
+from mtpconv.store.torch_dist import open_torch_dist
 
 HIDDEN, FFN, HEADS, EXPERTS, VOCAB, LAYERS = 8, 12, 4, 4, 32, 4
 SIZES = {
@@ -187,3 +190,27 @@ def state_of(models: list[Any], sizes: dict[str, Any]) -> dict[str, Any]:
     }
     names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
     return state | dict(zip(names, models, strict=True))
+
+
+#: How tensor-parallel ranks cut a tensor, by its key; others they all have whole.
+_CUTS = {
+    "gated": r"linear_fc1\.weight$", "columns": r"linear_(proj|fc2)\.weight$",
+    "rows": r"(word_embeddings|output_layer|eh_proj|linear_\w+_up_proj|linear_qkv)\.(weight|bias)$",
+}  # fmt: skip
+
+
+def as_tensors(mcore: Path, rename: dict[str, str]) -> list[tuple[str, Any, str]]:
+    """All tensors of a torch_dist checkpoint that has one layer and one expert per key."""
+    import torch
+
+    dtypes = {"BF16": torch.bfloat16, "F32": torch.float32}
+    found = []
+    checkpoint = open_torch_dist(mcore)
+    for key, spec in checkpoint.tensors.items():
+        data = bytearray(b"".join(bytes(b) for b in blocks(checkpoint, key)))
+        value = torch.frombuffer(data, dtype=dtypes[spec.dtype]).reshape(spec.shape)
+        cut = next((c for c, pattern in _CUTS.items() if re.search(pattern, key)), "whole")
+        for old, new in rename.items():
+            key = key.replace(old, new)
+        found.append((key, value, cut))
+    return found
