@@ -254,7 +254,7 @@ def test_a_padded_vocabulary() -> None:
         (configs.DEEPSEEK_V3 | {"rope_interleave": False}, "rope_interleave = False"),
         (configs.DEEPSEEK_V3 | {"first_k_dense_replace": 3}, "another MLP than the last layer"),
         (configs.GLM_MOE_DSA | {"indexer_types": ["shared"] * 3}, "follow no index_topk_freq"),
-        (QWEN3_NEXT | {"layer_types": ["full_attention"] * 8}, "layer_types"),
+        (QWEN3_NEXT | {"layer_types": ["full_attention"] * 4}, "layer_types"),
         (QWEN3_NEXT | {"num_hidden_layers": 7}, "MTP depths have full attention"),
     ],
 )

@@ -9,14 +9,14 @@ not: an epsilon, a rope, a routing rule.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtpconv.parity.correspond import Expected, concatenated, expected
+from mtpconv.parity.correspond import Expected, expected
+from mtpconv.parity.permuted import Read, permuted
 from mtpconv.parity.settings import Settings
 
-Read = Callable[[str], Any]
 Tensors = Mapping[str, Any]
 
 #: Tensors behind the first difference at a place, as tails under the block's prefix.
@@ -114,7 +114,10 @@ def _behind(name: str, block: str, place: str) -> bool:
 
 def _arithmetic(place: str) -> str:
     if "norm" in place:
-        return "the weights are right, so the epsilon of the norm differs"
+        return (
+            "the weights are right, so the epsilon of the norm differs, or whether its gamma is "
+            "stored around 1 or around 0"
+        )
     if place == "attention":
         return (
             "the weights are right, so the attention differs: rope, scale, mask or choice of keys"
@@ -130,93 +133,11 @@ def _reason(settings: Settings, live: Tensors, read: Read, found: Expected, valu
     short = _short(found.name)
     if actual.shape != value.shape:
         return f"{short} has shape {list(actual.shape)} instead of {list(value.shape)}"
-    for text, candidate in _permuted(settings, read, found, value):
+    for text, candidate in permuted(settings, read, found, value):
         if candidate.shape == actual.shape and same(actual, candidate):
             return text.format(short)
     other = _held_elsewhere(settings, live, read, found, actual)
     return other or _described(short, actual, value)
-
-
-def _permuted(
-    settings: Settings, read: Read, found: Expected, value: Any
-) -> Iterator[tuple[str, Any]]:
-    """Known ways to get a tensor wrong, each with what the tensor would then hold."""
-    name = found.name
-    if name.endswith("eh_proj.weight"):
-        yield "halves of {} are swapped", value.roll(value.shape[1] // 2, 1)
-    if "linear_fc1" in name:
-        yield "gate and up of {} are swapped", value.roll(value.shape[0] // 2, 0)
-        gate, up = value.chunk(2)
-        yield "gate and up of {} are interleaved", _interleaved(gate, up)
-    if "linear_qkv" in name:
-        yield from _other_qkv(settings, [read(hf) for hf in found.hf])
-    for rows in _rope_rows(settings, name):
-        yield from _other_rope(value, *rows)
-    if value.ndim == 1:
-        yield "{} is 1 too small: converted for a zero-centred norm", value - 1
-        yield "{} is 1 too large: converted from a zero-centred norm", value + 1
-    if value.ndim == 2 and value.shape[0] == value.shape[1]:
-        yield "{} is transposed", value.T
-    import torch
-
-    yield "{} was rounded to bfloat16", value.to(torch.bfloat16)
-    yield "{} is all zero", torch.zeros_like(value)
-
-
-def _interleaved(first: Any, second: Any) -> Any:
-    import torch
-
-    return torch.stack((first, second), 1).flatten(0, 1)
-
-
-def _other_qkv(settings: Settings, parts: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Orders of query, key and value other than by query group."""
-    import torch
-
-    groups = settings.transformer["num_query_groups"]
-    q, k, v = parts
-    yield "{} holds all queries, then all keys, then all values", concatenated(parts)
-    blocks = {n: p.reshape(groups, -1, *p.shape[1:]) for n, p in zip("qkv", parts, strict=True)}
-    words = {"q": "query", "k": "key", "v": "value"}
-    for order in ("qvk", "kqv", "kvq", "vqk", "vkq"):
-        text = "each group of {} holds " + ", ".join(words[n] for n in order)
-        yield text, torch.cat([blocks[n] for n in order], 1).flatten(0, 1)
-    for order in ("qvk", "kqv", "kvq", "vqk", "vkq"):
-        text = "{} holds all of " + ", ".join(words[n] for n in order)
-        yield text, torch.cat([dict(zip("qkv", (q, k, v), strict=True))[n] for n in order])
-
-
-def _rope_rows(settings: Settings, name: str) -> Iterator[tuple[int, int, int]]:
-    """(heads, rows of a head, first row of its rope part) of tensors that carry rope rows."""
-    t = settings.transformer
-    if settings.mla:
-        nope, rope = t["qk_head_dim"], t["qk_pos_emb_head_dim"]
-        if name.endswith(("linear_q_up_proj.weight", "linear_q_proj.weight")):
-            yield t["num_attention_heads"], nope + rope, nope
-        elif name.endswith("linear_kv_down_proj.weight"):
-            yield 1, t["kv_lora_rank"] + rope, t["kv_lora_rank"]
-    if "linear_wq_b" in name:
-        yield t["dsa_indexer_n_heads"], t["dsa_indexer_head_dim"], 0
-    elif "indexer.linear_wk." in name:
-        yield 1, t["dsa_indexer_head_dim"], 0
-
-
-def _other_rope(value: Any, heads: int, rows: int, first: int) -> Iterator[tuple[str, Any]]:
-    """The rope rows of every head split into even and odd, or the other way round."""
-    import torch
-
-    split = value.reshape(heads, rows, *value.shape[1:])
-    for last in {rows, first + (rows - first) // 2 if first == 0 else rows}:
-        head, rope, rest = split[:, :first], split[:, first:last], split[:, last:]
-        if rope.shape[1] % 2:
-            continue
-        apart = torch.cat((rope[:, 0::2], rope[:, 1::2]), 1)
-        woven = torch.stack(rope.chunk(2, 1), 2).flatten(1, 2)
-        for text, changed in (
-            ("rope rows of {} are de-interleaved (even rows, then odd)", apart),
-            ("rope rows of {} are interleaved once more", woven),
-        ):
-            yield text, torch.cat((head, changed, rest), 1).reshape(value.shape)
 
 
 def _held_elsewhere(

@@ -5,10 +5,10 @@ A family joins parity with one line here, and a config in `tests/parity/configs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from mtpconv.geometry import Geometry
+from mtpconv.geometry import Config, Geometry, read_geometry
 
 #: Fragments of a name and what stands there instead.
 Spelling = tuple[tuple[str, str], ...]
@@ -19,12 +19,17 @@ class Family:
     """HF names of a depth, and where the family's names on disk differ from DeepSeek's.
 
     `prefix` of a depth may hold `{layer}`, which counts on from the trunk, and `{depth}`, which
-    counts from 0. `hidden_first`: eh_proj takes [hidden, embedding] instead of [embedding,
-    hidden]. `spelled` respells DeepSeek's names, `loaded` those of transformers' modules, both
-    into names on disk. `runs_as` is the model type of transformers that computes the same.
+    counts from 0; its norms and its projection lie under `glue`, if that is another prefix.
+    `hidden_first`: eh_proj takes [hidden, embedding] instead of [embedding, hidden]. `spelled`
+    respells DeepSeek's names, `loaded` those of transformers' modules, both into names on disk.
+    `runs_as` is the model type of transformers that computes the same. `unpromised`: depths
+    that the checkpoint has though no field of its config says so. `by_key_head`: the input
+    projections of delta nets have the rows of each key head together.
     """
 
+    trunk: str = "model."
     prefix: str = "model.layers.{layer}."
+    glue: str | None = None
     enorm: str = "enorm"
     hnorm: str = "hnorm"
     eh_proj: str = "eh_proj"
@@ -33,13 +38,29 @@ class Family:
     spelled: Spelling = ()
     loaded: Spelling = ()
     runs_as: str | None = None
+    unpromised: int = 0
+    by_key_head: bool = False
 
     def at(self, geometry: Geometry, depth: int) -> str:
-        """The prefix of one depth."""
+        """The prefix of the block of one depth."""
         return self.prefix.format(layer=geometry.layers + depth, depth=depth)
+
+    def glue_at(self, geometry: Geometry, depth: int) -> str:
+        """The prefix of the norms and the projection of one depth."""
+        return self.at(geometry, depth) if self.glue is None else self.glue
 
 
 _PLAIN = Family()
+_QWEN = Family(
+    prefix="mtp.layers.{depth}.",
+    glue="mtp.",
+    enorm="pre_fc_norm_embedding",
+    hnorm="pre_fc_norm_hidden",
+    eh_proj="fc",
+    final_norm="norm",
+    spelled=(("mlp.shared_experts.", "mlp.shared_expert."),),
+)
+_QWEN_WRAPPED = replace(_QWEN, trunk="model.language_model.")
 
 #: Source: facts/families.md section 1; transformers 5.24 conversion_mapping.py, read 2026-11-29.
 FAMILIES: Mapping[str, Family] = {
@@ -87,10 +108,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen2": _PLAIN,
     "qwen3": _PLAIN,
+    "qwen3_5": replace(_QWEN_WRAPPED, runs_as="qwen3_5_text"),
+    "qwen3_5_moe": replace(_QWEN_WRAPPED, runs_as="qwen3_5_moe_text"),
+    "qwen3_5_moe_text": _QWEN,
+    "qwen3_5_text": _QWEN,
     "qwen3_moe": _PLAIN,
+    "qwen3_next": replace(_QWEN, unpromised=1, by_key_head=True),
 }
-
-_DELTA_NETS = "Megatron's gated delta nets need kernels that exist for CUDA only"
 
 #: Families that parity does not run, and why.
 #: Source: transformers 5.24, megatron-core 0.16.1 and 0.19.2, read 2026-11-29.
@@ -103,11 +127,6 @@ NOT_RUN: Mapping[str, str] = {
     "mimo_v2_flash": "megatron-core has no heads of two sizes in one model",
     "minimax_m2": "its query and key norms span all heads, Megatron's one",
     "nemotron_h": "Megatron runs it as HybridModel, whose Mamba kernels need CUDA",
-    "qwen3_5": _DELTA_NETS,
-    "qwen3_5_moe": _DELTA_NETS,
-    "qwen3_5_moe_text": _DELTA_NETS,
-    "qwen3_5_text": _DELTA_NETS,
-    "qwen3_next": _DELTA_NETS,
     "step3p5": "transformers has no such model",
 }
 
@@ -115,6 +134,19 @@ NOT_RUN: Mapping[str, str] = {
 def family_of(geometry: Geometry) -> Family:
     """The family of a model; an unknown one is taken to spell as DeepSeek does."""
     return FAMILIES.get(geometry.model_type, _PLAIN)
+
+
+def geometry_of(config: Config, names: Iterable[str]) -> Geometry:
+    """The geometry of a config beside these tensors, depths that no field promises included.
+
+    Raises: RefusedError if the config lacks a field.
+    """
+    family = FAMILIES.get(str(config.get("model_type")), _PLAIN)
+    unpromised = family.unpromised
+    if unpromised:
+        glue = f"{family.glue}{family.eh_proj}.weight"
+        unpromised = unpromised if glue in names else 0
+    return read_geometry(config, unpromised)
 
 
 def respelled(name: str, spelling: Spelling) -> str:

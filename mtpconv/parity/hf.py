@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
-from mtpconv.geometry import Geometry, read_geometry
+from mtpconv.geometry import Geometry, text_config
 from mtpconv.parity import runtime
-from mtpconv.parity.families import FAMILIES, Family, family_of
+from mtpconv.parity.families import FAMILIES, Family, family_of, geometry_of
 from mtpconv.parity.hf_weights import HfWeights, module_state
 
 #: What the constructors of transformers raise for a config that does not fit together.
@@ -36,15 +36,16 @@ class Depth:
     block: Any
     final_norm: Any
     prefix: str
+    glue: str
     family: Family
 
     def units(self) -> Iterator[tuple[Any, str]]:
         """Each module with its prefix on disk."""
-        yield self.enorm, f"{self.prefix}{self.family.enorm}."
-        yield self.hnorm, f"{self.prefix}{self.family.hnorm}."
-        yield self.eh_proj, f"{self.prefix}{self.family.eh_proj}."
+        yield self.enorm, f"{self.glue}{self.family.enorm}."
+        yield self.hnorm, f"{self.glue}{self.family.hnorm}."
+        yield self.eh_proj, f"{self.glue}{self.family.eh_proj}."
         yield self.block, self.prefix
-        yield self.final_norm, f"{self.prefix}{self.family.final_norm}."
+        yield self.final_norm, f"{self.glue}{self.family.final_norm}."
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def hf_config(config: Mapping[str, Any]) -> Any:
 
     name = str(config["model_type"])
     runs_as = FAMILIES[name].runs_as if name in FAMILIES else None
-    fields = {key: value for key, value in config.items() if key != "model_type"}
+    fields = {key: value for key, value in text_config(config).items() if key != "model_type"}
     try:
         return AutoConfig.for_model(runs_as or name, **fields)
     except ValueError as error:
@@ -165,18 +166,19 @@ def empty_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfMod
 def unit_state(model: HfModel, module: Any, prefix: str) -> dict[str, Any]:
     """State dict of a module that lies under `prefix` on disk."""
     assert model.weights is not None
+    family = family_of(model.geometry)
     if prefix == "lm_head." and "lm_head.weight" not in model.weights:
-        prefix = "model.embed_tokens."
-    return module_state(module, model.weights, prefix, family_of(model.geometry).loaded)
+        prefix = f"{family.trunk}embed_tokens."
+    return module_state(module, model.weights, prefix, family.loaded)
 
 
 def trunk_units(model: HfModel) -> Iterator[tuple[Any, str]]:
     """Embedding, layers, final norm and head of the trunk, each with its prefix on disk."""
-    decoder = model.decoder
-    yield decoder.embed_tokens, "model.embed_tokens."
+    decoder, at = model.decoder, family_of(model.geometry).trunk
+    yield decoder.embed_tokens, f"{at}embed_tokens."
     for number, layer in enumerate(decoder.layers):
-        yield layer, f"model.layers.{number}."
-    yield decoder.norm, "model.norm."
+        yield layer, f"{at}layers.{number}."
+    yield decoder.norm, f"{at}norm."
     yield model.trunk.lm_head, "lm_head."
 
 
@@ -257,7 +259,7 @@ def _open(folder: Path) -> tuple[HfWeights, Geometry]:
     config = weights.config
     if config is None:
         raise UnreadableError(f"{folder}: no readable config.json; parity cannot build the model")
-    return weights, read_geometry(config)
+    return weights, geometry_of(config, weights.names)
 
 
 def with_depths(
@@ -274,7 +276,9 @@ def with_depths(
             modules = (layer.enorm, layer.hnorm, layer.eh_proj, layer.mtp_block, layer.post_norm)
         else:
             modules = _assemble(trunk, geometry, number)
-        depths.append(Depth(*modules, family.at(geometry, number), family))
+        depths.append(
+            Depth(*modules, family.at(geometry, number), family.glue_at(geometry, number), family)
+        )
     layer_class = type(trunk.get_decoder().layers[-1]).__name__
     reference = "transformers MtpModel" if mtp_model is not None else f"own, of {layer_class}"
     return HfModel(
@@ -303,10 +307,12 @@ def _assemble(trunk: Any, geometry: Geometry, number: int) -> tuple[Any, ...]:
     config = copy.deepcopy(decoder.config)
     index = geometry.layers + number
     config.num_hidden_layers = index + 1
+    kinds = getattr(config, "layer_types", None) or ()
     for name, kind in (
         ("mlp_layer_types", "sparse" if geometry.fact("is_moe", index) else "dense"),
         ("indexer_types", "full"),
-        ("layer_types", None),
+        # Where other layers are gated delta nets, depths have attention all the same.
+        ("layer_types", "full_attention" if "linear_attention" in kinds else None),
     ):
         listed = getattr(config, name, None)
         if listed is not None:

@@ -7,6 +7,7 @@ experts of a layer packed in two tensors; on disk they are apart or packed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ TORCH_DTYPES: Mapping[str, str] = {
 
 #: Spellings of the three matrices of an expert on disk: gate, up, down.
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+_OF_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 
 class HfWeights:
@@ -68,7 +71,7 @@ class HfWeights:
 
         spec = self.checkpoint.tensors.get(name)
         if spec is None:
-            raise RefusedError(f"{self.checkpoint.path}: no tensor {name}, which parity needs")
+            return self._slice(name)
         dtype = TORCH_DTYPES.get(spec.dtype)
         if dtype is None:
             raise UnsupportedError(
@@ -78,6 +81,17 @@ class HfWeights:
         if spec.nbytes:
             reading(self.checkpoint, name).fill(self._files, out.data)
         return torch.from_numpy(out).view(getattr(torch, dtype)).reshape(spec.shape)
+
+    def _slice(self, name: str) -> Any:
+        """A matrix of one expert out of the tensor that holds those of all."""
+        found = _OF_EXPERT.match(name)
+        if found is not None:
+            head, expert, part = found.groups()
+            packed = head + ("down_proj" if part == "down_proj" else "gate_up_proj")
+            if packed in self:
+                rows = self.read(packed)[int(expert)]
+                return rows if part == "down_proj" else rows.chunk(2)[part == "up_proj"]
+        raise RefusedError(f"{self.checkpoint.path}: no tensor {name}, which parity needs")
 
     def close(self) -> None:
         """Close the files."""

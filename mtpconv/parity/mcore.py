@@ -18,7 +18,7 @@ from mtpconv.errors import RefusedError, UnsupportedError
 from mtpconv.geometry import Geometry, read_geometry
 from mtpconv.parity import runtime
 from mtpconv.parity.modules import Dialect, block_specs, key_map, mtp_attribute
-from mtpconv.parity.settings import DSA_NEEDS, Settings, read_settings
+from mtpconv.parity.settings import DSA_NEEDS, LayerKind, Settings, read_settings
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.torch_dist import TorchDistCheckpoint, open_torch_dist
 
@@ -189,10 +189,10 @@ def set_dialect(model: McoreModel, dialect: Dialect) -> None:
     """Choose the norm names of the sharded keys; Transformer Engine modules have only one."""
     if model.te:
         return
-    for layer, is_moe in _layers(model):
+    for layer, kind in _layers(model):
         layer.submodules_config = replace(
             layer.submodules_config,
-            sharded_state_dict_keys_map=key_map(model.settings, is_moe, dialect),
+            sharded_state_dict_keys_map=key_map(model.settings, kind, dialect),
         )
 
 
@@ -247,6 +247,8 @@ def _transformer_config(settings: Settings, dtype: Any, device: str, te: bool) -
         "use_cpu_initialization": device == "cpu",
         "transformer_impl": "transformer_engine" if te else "local",
         "moe_grouped_gemm": te and "num_moe_experts" in settings.transformer,
+        # Plain torch in place of flash-linear-attention's kernels.
+        "deterministic_mode": settings.delta_nets and not te,
     }
     unknown = sorted(set(wanted) - known)
     if unknown:
@@ -257,13 +259,12 @@ def _transformer_config(settings: Settings, dtype: Any, device: str, te: bool) -
     return kind(**wanted)
 
 
-def _layers(model: McoreModel) -> Sequence[tuple[Any, bool]]:
-    """Every transformer layer of the trunk and of the depths, with whether its MLP is MoE."""
-    trunk = zip(model.module.decoder.layers, model.settings.moe_layers, strict=True)
+def _layers(model: McoreModel) -> Sequence[tuple[Any, LayerKind]]:
+    """Every transformer layer of the trunk and of the depths, with its kind."""
+    trunk = zip(model.module.decoder.layers, model.settings.layers, strict=True)
     depths = model.module.mtp.layers if model.depths else ()
     inner = mtp_attribute()
-    is_moe = model.settings.moe_depths
-    return [*trunk, *((getattr(depth, inner), is_moe) for depth in depths)]
+    return [*trunk, *((getattr(depth, inner), model.settings.depth) for depth in depths)]
 
 
 def _set_latent_eps(model: McoreModel) -> None:

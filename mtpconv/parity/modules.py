@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from mtpconv.parity.delta_nets import local_delta_net
 from mtpconv.parity.runtime import megatron_version
-from mtpconv.parity.settings import Settings
+from mtpconv.parity.settings import LayerKind, Settings
 
 Dialect = str  # "te" | "local": which norm names the sharded keys use
 
@@ -78,37 +79,40 @@ def duplicated_linear() -> type:
     return DuplicatedLinear
 
 
-def key_map(settings: Settings, is_moe: bool, dialect: Dialect) -> dict[str, str]:
+def key_map(settings: Settings, kind: LayerKind, dialect: Dialect) -> dict[str, str]:
     """How the norms of a locally built layer are called in a checkpoint of this dialect.
 
     Source: facts/megatron.md section 2; the `te` names are those of production checkpoints.
     """
     fused_fc1 = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if not settings.mla:
-        fused_qkv = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-        return fused_qkv | (fused_fc1 if dialect == "local" or not is_moe else {})
+        first = "in_proj" if kind.is_linear else "linear_qkv"
+        fused_first = {"input_layernorm.": f"self_attention.{first}.layer_norm_"}
+        return fused_first | (fused_fc1 if dialect == "local" or not kind.is_moe else {})
     if dialect == "local":
         return {}
     latent = {
         f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
         for x in ("q", "kv")
     }
-    return ({} if settings.dsa else latent) | ({} if is_moe else fused_fc1)
+    return ({} if settings.dsa else latent) | ({} if kind.is_moe else fused_fc1)
 
 
-def local_layer(settings: Settings, is_moe: bool) -> Any:
+def local_layer(settings: Settings, kind: LayerKind) -> Any:
     """Spec of one decoder layer from Megatron's local modules."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     spec = get_gpt_layer_local_spec(
-        num_experts=settings.transformer["num_moe_experts"] if is_moe else None,
+        num_experts=settings.transformer["num_moe_experts"] if kind.is_moe else None,
         moe_grouped_gemm=False,
         qk_layernorm=settings.transformer["qk_layernorm"],
         multi_latent_attention=settings.mla,
         normalization="RMSNorm",
     )
     attention = spec.submodules.self_attention
-    if settings.dsa:
+    if kind.is_linear:
+        spec.submodules.self_attention = local_delta_net()
+    elif settings.dsa:
         spec.submodules.self_attention = _sparse_attention(attention.submodules)
     else:
         attention.submodules.core_attention = plain_attention()
@@ -170,21 +174,21 @@ def block_specs(settings: Settings, config: Any, te: bool) -> tuple[Any, Any]:
 
     depths = settings.geometry.depths
     if te:
-        if settings.dsa:
+        if settings.dsa or settings.delta_nets:
             from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
-                get_transformer_block_with_experimental_attention_variant_spec as sparse_block,
+                get_transformer_block_with_experimental_attention_variant_spec as variant_block,
             )
 
-            decoder = sparse_block(config)
+            decoder = variant_block(config)
         else:
             decoder = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
         last = decoder
     else:
         decoder = TransformerBlockSubmodules(
-            layer_specs=[local_layer(settings, is_moe) for is_moe in settings.moe_layers],
+            layer_specs=[local_layer(settings, kind) for kind in settings.layers],
             layer_norm=WrappedTorchNorm,
         )
-        last = local_layer(settings, settings.moe_depths)
+        last = local_layer(settings, settings.depth)
     if not depths:
         return decoder, None
     return decoder, get_gpt_mtp_block_spec(config, last, use_transformer_engine=te)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpconv.errors import UnreadableError, UsageError
-from mtpconv.geometry import read_geometry
 from mtpconv.parity import runtime
 from mtpconv.parity.compare import HeadResult, compare_head, differences
 from mtpconv.parity.explain import Fault, explain
+from mtpconv.parity.families import geometry_of
 from mtpconv.parity.hf_weights import HfWeights
 from mtpconv.parity.report import Memory, ParityOptions, ParityReport
 from mtpconv.parity.settings import Settings, read_settings
@@ -119,10 +119,10 @@ def run_parity(
 def _prepare(hf_folder: Path, mcore_folder: Path, options: ParityOptions) -> _Job:
     """Everything that can be refused before a model is loaded."""
     runtime.require("torch", "transformers", "megatron-core", "psutil")
-    config = open_hf(hf_folder, compare_duplicates=False).config
-    if config is None:
+    stored = open_hf(hf_folder, compare_duplicates=False)
+    if stored.config is None:
         raise UnreadableError(f"{hf_folder}: no readable config.json; it says what the model is")
-    settings = read_settings(read_geometry(config))
+    settings = read_settings(geometry_of(stored.config, stored.tensors))
     settings.transformer |= options.overrides
     if options.overrides:
         changed = ", ".join(f"{k}={v}" for k, v in options.overrides.items())
@@ -159,6 +159,7 @@ def _compare_heads(job: _Job, reference: Measured, megatron: Measured) -> list[H
                 job.settings.geometry.layers,
                 job.options.max_abs,
                 job.options.mean_abs,
+                delta_nets=job.settings.delta_nets,
             )
         )
     return found

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from mtpconv.errors import UnsupportedError, UsageError
+from mtpconv.parity import delta_nets
 
 Version = tuple[int, ...]
 
@@ -93,6 +94,7 @@ def _cpu_patches() -> Iterator[tuple[Any, str, Any]]:
         yield moe_utils, "te_general_gemm", None
     if not have_transformer_engine():
         yield mla, "HAVE_TE", False
+    yield from delta_nets.cpu_patches()
 
 
 @contextmanager
@@ -139,6 +141,8 @@ def session(device: str) -> Iterator[None]:
         if device == "cpu":
             for owner, name, value in _cpu_patches():
                 stack.enter_context(_patched(owner, name, value))
+            # Megatron compiles some functions; one forward pass is not worth that.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         torch.distributed.init_process_group(
             "gloo" if device == "cpu" else "nccl",
             init_method=f"file://{folder}/rendezvous",

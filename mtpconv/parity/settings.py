@@ -43,6 +43,14 @@ RUN: dict[str, Any] = {
 NO_ROTATION = {"dsa_indexer_rotate_activation": False}
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """Whether a layer's MLP is a mixture of experts, and its attention a gated delta net."""
+
+    is_moe: bool = False
+    is_linear: bool = False
+
+
 @dataclass
 class Settings:
     """How to build one model in megatron-core.
@@ -67,22 +75,35 @@ class Settings:
         return family_of(self.geometry)
 
     @property
-    def moe_layers(self) -> list[bool]:
-        """For each trunk layer, whether its MLP is a mixture of experts."""
-        g = self.geometry
-        return [g.fact("is_moe", layer) for layer in range(g.layers)]
+    def layers(self) -> list[LayerKind]:
+        """The kind of each trunk layer."""
+        return [self._kind(layer) for layer in range(self.geometry.layers)]
 
     @property
-    def moe_depths(self) -> bool:
-        """Whether the block of the MTP depths is a mixture of experts.
+    def depth(self) -> LayerKind:
+        """The kind of the blocks of the MTP depths.
 
         Raises: UnsupportedError if depths differ: Megatron builds all of them from one spec.
         """
         g = self.geometry
-        kinds = {g.fact("is_moe", g.layers + depth) for depth in range(g.depths)}
+        kinds = {self._kind(g.layers + depth) for depth in range(g.depths)}
         if len(kinds) > 1:
             raise UnsupportedError("MTP depths with different MLPs: Megatron builds them alike")
-        return bool(kinds) and kinds.pop()
+        return kinds.pop() if kinds else LayerKind()
+
+    def _kind(self, layer: int) -> LayerKind:
+        fact = self.geometry.fact
+        return LayerKind(fact("is_moe", layer), self.delta_nets and fact("is_linear", layer))
+
+    @property
+    def delta_nets(self) -> bool:
+        """Whether some layers have a gated delta net in place of attention."""
+        return self.transformer.get("experimental_attention_variant") == "gated_delta_net"
+
+    @property
+    def zero_centred(self) -> bool:
+        """Whether norms multiply by 1 + gamma."""
+        return bool(self.transformer.get("layernorm_zero_centered_gamma"))
 
     @property
     def tied(self) -> bool:

@@ -104,6 +104,8 @@ _PLACES = (
 
 def _hf_layer(block: str, layer: Any) -> Iterator[Point]:
     for place, path, _ in _PLACES:
+        if place == "attention" and hasattr(layer, "linear_attn"):
+            path = "linear_attn"
         module = _inner(layer, path)
         if module is not None and _has_weights(module):
             yield Point(block, place, module, _hf_router if place == "router" else _hf)

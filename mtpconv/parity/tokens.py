@@ -11,9 +11,13 @@ from mtpconv.errors import UnreadableError, UnsupportedError, UsageError
 from mtpconv.geometry import Geometry
 from mtpconv.parity.settings import Settings
 
-#: Tokens of a random row, and how far it reaches beyond a sparse attention's choice.
+#: Tokens of a random row, and how far it reaches beyond a sparse attention's choice or a chunk.
 LENGTH = 64
 BEYOND = 64
+
+#: Tokens that a gated delta net takes in at a time; what is before is one state to it.
+#: Source: `chunk_size` in transformers 5.24 and megatron-core 0.16.1 and 0.19.2.
+DELTA_CHUNK = 64
 
 #: Longest prompt that is read, in characters; parity is no benchmark of long contexts.
 LONGEST_LINE = 1 << 20
@@ -40,15 +44,17 @@ def choose_tokens(
     rows: int = 1,
     seed: int = 0,
 ) -> Tokens:
-    """The rows to run; random rows are longer than a sparse attention's choice by default.
+    """The rows to run; random ones go beyond a sparse attention's choice, or a delta net's chunk.
 
     Raises: UsageError if a row would be too short to compare, or longer than the model allows.
     """
     geometry = settings.geometry
     limit = geometry.dim("max_position_embeddings")
     least = geometry.depths + 2
-    keys = settings.transformer.get("dsa_indexer_topk", 0)
-    usual = min(limit, keys + BEYOND if keys else LENGTH)
+    reach = settings.transformer.get("dsa_indexer_topk", 0)
+    if settings.delta_nets:
+        reach = DELTA_CHUNK
+    usual = min(limit, reach + BEYOND if reach else LENGTH)
     found = token_rows(geometry, hf_folder, prompts, length or usual, rows, seed)
     if prompts is not None and length is not None:
         found = Tokens([row[:length] for row in found.rows], found.source)
@@ -132,6 +138,11 @@ def coverage_notes(settings: Settings, tokens: Tokens, stored_rows: int | None) 
         notes.append(
             f"the longest row has {tokens.longest} tokens, not more than index_topk {keys}: every "
             "key is chosen, so the indexer was not exercised"
+        )
+    if settings.delta_nets and tokens.longest <= DELTA_CHUNK:
+        notes.append(
+            f"the longest row has {tokens.longest} tokens, one chunk of a gated delta net: the "
+            "state that it carries from chunk to chunk was not exercised"
         )
     if not settings.geometry.depths:
         notes.append("the config promises no MTP depth: only the trunk was compared")

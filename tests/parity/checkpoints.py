@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mtpconv.geometry import read_geometry
+from mtpconv.geometry import read_geometry, text_config
 from mtpconv.parity import families, hf, mcore, runtime
 from mtpconv.parity.correspond import all_expected
 from mtpconv.parity.hf_weights import HfWeights
@@ -41,7 +41,7 @@ def write_hf(config: dict[str, Any], folder: Path, seed: int = 0, dtype: str = "
     (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
     random = torch.Generator().manual_seed(seed)
     tensors = {
-        name: _value(name, shape, random).to(
+        name: _value(name, shape, random, zero_centred=_zero_centred(name, config)).to(
             torch.float32 if name.endswith(BIASES) else getattr(torch, dtype)
         )
         for name, shape in sorted(names_on_disk(config).items())
@@ -63,7 +63,7 @@ def names_on_disk(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for module, prefix in units:
         for name, value in module.state_dict().items():
             shapes |= _unpacked(prefix + name, tuple(value.shape), config)
-    if config.get("tie_word_embeddings"):
+    if text_config(config).get("tie_word_embeddings"):
         del shapes["lm_head.weight"]
     return shapes
 
@@ -75,6 +75,8 @@ def _unpacked(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> dict
     head, packed, tail = on_disk.rpartition("experts.")
     if not packed or tail not in ("gate_up_proj", "down_proj"):
         return {on_disk: shape}
+    if config["model_type"].startswith("qwen3_5_moe") and not name.startswith("mtp."):
+        return {on_disk: shape}  # as Qwen3.5-35B-A3B has them
     parts = ("gate_proj", "up_proj") if tail == "gate_up_proj" else ("down_proj",)
     if config["model_type"] == "mixtral":
         parts = ("w1", "w3") if tail == "gate_up_proj" else ("w2",)
@@ -84,13 +86,21 @@ def _unpacked(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> dict
     }
 
 
-def _value(name: str, shape: tuple[int, ...], random: Any) -> Any:
+def _zero_centred(name: str, config: dict[str, Any]) -> bool:
+    """Whether a norm's weight is stored around 0: all of Qwen's hybrids but those in delta nets."""
+    hybrid = config["model_type"].startswith(("qwen3_next", "qwen3_5"))
+    return hybrid and not name.endswith("linear_attn.norm.weight")
+
+
+def _value(name: str, shape: tuple[int, ...], random: Any, *, zero_centred: bool = False) -> Any:
     """Weights of a size at which every part of the network matters to the logits."""
     import torch
 
     values = torch.randn(shape, generator=random)
-    if name.endswith("norm.weight"):
-        return 1 + 0.3 * values
+    if name.endswith("linear_attn.norm.weight"):
+        return (1 + 0.3 * values).clamp_min(0.5)  # less one, it is still a bfloat16
+    if name.endswith("norm.weight") or ".pre_fc_norm_" in name:
+        return 0.3 * values + (0 if zero_centred else 1)
     if name.endswith(BIASES):
         return 0.1 * values
     return values * (0.5 if "embed" in name else 1.2 * shape[-1] ** -0.5)

@@ -179,6 +179,31 @@ HY_V3: Config = (
     }
 )
 
+QWEN3_NEXT: Config = QWEN3_MOE | {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 1e-6,
+    "shared_expert_intermediate_size": 24,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_nextn_predict_layers": 1,
+}
+QWEN3_5_TEXT: Config = {
+    k: v for k, v in QWEN3_NEXT.items()
+    if k not in ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size",
+                 "num_nextn_predict_layers")
+} | {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}  # fmt: skip
+QWEN3_5_MOE_TEXT: Config = {
+    k: v for k, v in QWEN3_NEXT.items() if k != "num_nextn_predict_layers"
+} | {"model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1}  # fmt: skip
+#: As published, around the text model.
+QWEN3_5: Config = {"model_type": "qwen3_5", "text_config": QWEN3_5_TEXT}
+QWEN3_5_MOE: Config = {"model_type": "qwen3_5_moe", "text_config": QWEN3_5_MOE_TEXT}
+
 WITH_MTP: dict[str, Config] = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v3, layers alike": DEEPSEEK_V3_ALIKE,
@@ -191,6 +216,11 @@ WITH_MTP: dict[str, Config] = {
     "glm_moe_dsa, index sharing": GLM_MOE_DSA_SHARING,
     "hy_v3": HY_V3,
     "mimo": MIMO,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
+    "qwen3_5_text": QWEN3_5_TEXT,
+    "qwen3_next": QWEN3_NEXT,
 }
 WITHOUT_MTP: dict[str, Config] = {
     "kimi_k2": DEEPSEEK_V3 | {"model_type": "kimi_k2", "num_nextn_predict_layers": 0},
@@ -200,6 +230,9 @@ WITHOUT_MTP: dict[str, Config] = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
 }
+
+#: Qwen's hybrids: gated delta nets and gated attention.
+HYBRIDS = (QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_5, QWEN3_5_MOE)
 
 #: Families with sparse attention, which megatron-core has from 0.19 on.
 SPARSE = frozenset({"deepseek_v32", "glm_moe_dsa"})
@@ -224,23 +257,6 @@ EXAONE_MOE: Config = _UNLIKE | _SIGMOID | {
     "sliding_window": 16,
     "scoring_func": "sigmoid",
 }  # fmt: skip
-QWEN3_NEXT: Config = QWEN3_MOE | {
-    "model_type": "qwen3_next",
-    "num_hidden_layers": 8,
-    "shared_expert_intermediate_size": 24,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "num_nextn_predict_layers": 1,
-}
-QWEN3_5_TEXT: Config = {
-    k: v for k, v in QWEN3_NEXT.items()
-    if k not in ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size",
-                 "num_nextn_predict_layers")
-} | {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}  # fmt: skip
 MINIMAX_M2: Config = _DENSE | {
     "model_type": "minimax_m2",
     "head_dim": 16,

@@ -91,14 +91,14 @@ def build(settings: Settings, sizes: dict[str, int]) -> Any:
         position_embedding_type="rope",
         mtp_block_spec=mtp if last else None,
     )
-    kinds = settings.moe_layers[first : first + len(specs)]
+    kinds = settings.layers[first : first + len(specs)]
     layers = list(zip(model.decoder.layers, kinds, strict=True))
     if last and mtp is not None:
         name = "transformer_layer"
         inner = [getattr(d, name, None) or d.mtp_model_layer for d in model.mtp.layers]
-        layers += [(layer, settings.moe_depths) for layer in inner]
-    for layer, is_moe in layers:
-        names = key_map(settings, is_moe, "te")
+        layers += [(layer, settings.depth) for layer in inner]
+    for layer, kind in layers:
+        names = key_map(settings, kind, "te")
         layer.submodules_config = replace(
             layer.submodules_config, sharded_state_dict_keys_map=names
         )

@@ -84,6 +84,47 @@ def plain_order(name: str) -> Callable[[Tensors], None]:
     return change
 
 
+def gates_in_turn(name: str) -> Callable[[Tensors], None]:
+    """Query and gate of each head in turn, instead of all queries of a group, then all gates."""
+
+    def change(live: Tensors) -> None:
+        import torch
+
+        groups = live[name].clone().unflatten(0, (2, 6, 16))  # 2 queries, 2 gates, key, value
+        heads = groups[:, :4].unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2)
+        live[name].copy_(torch.cat([heads, groups[:, 4:]], 1).flatten(0, 2))
+
+    return change
+
+
+def delta_net(join: Callable[[list[Any]], Any]) -> Callable[[Tensors], None]:
+    """Another order of in_proj, made from its [query, key, value, z, beta, alpha] rows."""
+
+    def change(live: Tensors) -> None:
+        weight = live["decoder.layers.1.self_attention.in_proj.weight"]
+        weight.copy_(join(list(weight.clone().split([48, 48, 128, 128, 4, 4]))))
+
+    return change
+
+
+def by_key_head(parts: list[Any]) -> Any:
+    """The rows of both key heads apart, in each of the two projections of Qwen3-Next."""
+    import torch
+
+    apart = [part.unflatten(0, (2, -1)) for part in parts]
+    halves = (torch.cat(half, 1).flatten(0, 1) for half in (apart[:4], apart[4:]))
+    return torch.cat(list(halves))
+
+
+def reordered(*order: int) -> Callable[[list[Any]], Any]:
+    def join(parts: list[Any]) -> Any:
+        import torch
+
+        return torch.cat([parts[i] for i in order])
+
+    return join
+
+
 DEPTH_FAULTS = {
     "eh_proj halves": (
         configs.DEEPSEEK_V3,
@@ -147,6 +188,19 @@ DEPTH_FAULTS = {
         ),
         "depth 0, after attention: rope rows of indexer.linear_wq_b are de-interleaved",
     ),
+    "query and gate": (
+        configs.QWEN3_5_MOE,
+        gates_in_turn(f"{BLOCK}self_attention.linear_qkv.weight"),
+        "depth 0, after query norm: query and gate of linear_qkv are each head's in turn",
+    ),
+    **{
+        f"eh_proj halves of {config['model_type']}": (
+            config,
+            halves(f"{DEPTH}eh_proj.weight", 1),
+            "depth 0, after eh_proj: halves of eh_proj are swapped",
+        )
+        for config in configs.HYBRIDS
+    },
 }
 
 LAYER = "decoder.layers.1."
@@ -193,6 +247,36 @@ TRUNK_FAULTS = {
         configs.QWEN3,
         lambda live: live["decoder.final_layernorm.weight"].sub_(1),
         "trunk, after final norm: decoder.final_layernorm is 1 too small",
+    ),
+    "in_proj of Qwen3-Next left as it is": (
+        configs.QWEN3_NEXT,
+        delta_net(by_key_head),
+        "in_proj has the rows of each key head together, projection by projection",
+    ),
+    "in_proj of Qwen3.5 by key head": (
+        configs.QWEN3_5_TEXT,
+        delta_net(by_key_head),
+        "layer 1, after attention: in_proj has the rows of each key head together",
+    ),
+    "in_proj as z, value, query, key, beta, alpha": (
+        configs.QWEN3_5_MOE_TEXT,
+        delta_net(reordered(3, 2, 0, 1, 4, 5)),
+        "layer 1, after attention: in_proj holds all of z, value, query, key, beta, alpha",
+    ),
+    "beta and alpha": (
+        configs.QWEN3_NEXT,
+        delta_net(reordered(0, 1, 2, 3, 5, 4)),
+        "layer 1, after attention: in_proj holds all of query, key, value, z, alpha, beta",
+    ),
+    "the norm of a delta net around 1": (
+        configs.QWEN3_5,
+        lambda live: live[f"{LAYER}self_attention.out_norm.weight"].add_(1),
+        "layer 1, after attention: out_norm is 1 too large: its gamma must be stored around 0",
+    ),
+    "gate and up of a packed expert": (
+        configs.QWEN3_5_MOE,
+        halves(f"{LAYER}mlp.experts.local_experts.3.linear_fc1.weight", 0),
+        "layer 1, after MLP: gate and up of mlp.experts.expert 3.linear_fc1 are swapped",
     ),
 }
 
@@ -245,6 +329,11 @@ WRONG_SETTINGS: dict[str, tuple[configs.Config, dict[str, Any], str]] = {
     "epsilon 1e-5 instead of 1e-6": (
         configs.DEEPSEEK_V3,
         {"layernorm_epsilon": 1e-5},
+        "layer 0, after input norm: the weights are right, so the epsilon of the norm differs",
+    ),
+    "norms not zero-centred": (
+        configs.QWEN3_NEXT,
+        {"layernorm_zero_centered_gamma": False},
         "layer 0, after input norm: the weights are right, so the epsilon of the norm differs",
     ),
     "rope interleaved": (

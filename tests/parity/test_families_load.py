@@ -2,13 +2,12 @@
 
 The model is built from the Megatron arguments of the family and loaded by Megatron's own
 `dist_checkpointing.load`. What each of its tensors must hold is spelled by hand, in
-`mtpconv.parity.correspond` or below, never through the mapping tables.
+`mtpconv.parity.correspond`, never through the mapping tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from mtpconv.convert import hf2mcore
 from mtpconv.geometry import read_geometry
 from mtpconv.mapping.table import find_table, table_names
 from mtpconv.megatron_args import megatron_args, transformer_fields
-from mtpconv.parity import correspond, mcore, modules, runtime
+from mtpconv.parity import correspond, mcore, runtime
 from mtpconv.parity.settings import Settings
 from tests.convert.folders import make_hf, tensors_of
 from tests.parity import configs
@@ -44,18 +43,13 @@ MODELS: dict[str, Config] = {
     "mixtral": configs.MIXTRAL,
     "qwen2": configs.QWEN2_TIED,
     "qwen3": configs.QWEN3,
-    "qwen3_5": {"model_type": "qwen3_5", "text_config": configs.QWEN3_5_TEXT},
-    "qwen3_5_moe": {
-        "model_type": "qwen3_5_moe",
-        "text_config": configs.QWEN3_NEXT | {"model_type": "qwen3_5_moe_text"},
-    },
-    "qwen3_5_moe_text": configs.QWEN3_NEXT | {"model_type": "qwen3_5_moe_text"},
+    "qwen3_5": configs.QWEN3_5,
+    "qwen3_5_moe": configs.QWEN3_5_MOE,
+    "qwen3_5_moe_text": configs.QWEN3_5_MOE_TEXT,
     "qwen3_5_text": configs.QWEN3_5_TEXT,
     "qwen3_moe": configs.QWEN3_MOE,
     "qwen3_next": configs.QWEN3_NEXT,
 }
-
-QWEN_HYBRIDS = [n for n in MODELS if n.startswith("qwen3_5") or n == "qwen3_next"]
 
 #: How families spell what `correspond` spells as DeepSeek does: (theirs, DeepSeek's), in order.
 SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -73,13 +67,6 @@ SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
         ("mtp.pre_fc_norm_embedding.", "model.layers.4.enorm."),
         ("mtp.pre_fc_norm_hidden.", "model.layers.4.hnorm."),
     ),
-    **dict.fromkeys(QWEN_HYBRIDS, (
-        ("model.language_model.", "model."), ("mlp.shared_expert.", "mlp.shared_experts."),
-        ("mtp.layers.0.", "model.layers.8."), ("mtp.norm.", "model.layers.8.shared_head.norm."),
-        ("mtp.fc.", "model.layers.8.eh_proj."),
-        ("mtp.pre_fc_norm_embedding.", "model.layers.8.enorm."),
-        ("mtp.pre_fc_norm_hidden.", "model.layers.8.hnorm."),
-    )),
 }  # fmt: skip
 
 
@@ -144,7 +131,7 @@ def require_equal(
     return used
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if n not in QWEN_HYBRIDS])
+@pytest.mark.parametrize("name", MODELS)
 def test_megatron_loads_a_family(megatron_cpu: None, tmp_path: Path, name: str) -> None:
     config = {**MODELS[name], "dtype": "float32"}
     if name in configs.SPARSE and runtime.megatron_version() < (0, 19):
@@ -157,7 +144,7 @@ def test_megatron_loads_a_family(megatron_cpu: None, tmp_path: Path, name: str) 
     tensors = floats(hf, config)
     used = require_equal(mcore.module_tensors(model), tensors, settings)
     copies = {n for n in tensors if n.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
-    assert tensors.keys() - used <= copies - {"model.embed_tokens.weight"}
+    assert tensors.keys() - used <= copies - {f"{settings.family.trunk}embed_tokens.weight"}
 
 
 def test_megatron_loads_a_padded_vocabulary(megatron_cpu: None, tmp_path: Path) -> None:
@@ -174,108 +161,3 @@ def test_megatron_loads_a_padded_vocabulary(megatron_cpu: None, tmp_path: Path) 
         assert live[key][:100].numpy().tobytes() == tensors[name].numpy().tobytes()
         assert live[key].shape[0] == 128
         assert not live[key][100:].any()
-
-
-def gated(part: Any, other: int) -> Any:
-    """Queries (0) or gates (1) of all heads, of q_proj rows that hold both of each head in turn."""
-    return part.unflatten(0, (4, 2, -1))[:, other].flatten(0, 1)
-
-
-def regrouped(tensors: Mapping[str, Any], at: str) -> Any:
-    """in_proj of a gated delta net, [Q; K; V; Z; B; A], of two key heads with two value heads."""
-    import torch
-
-    names = [f"{at}linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")]
-    if names[0] in tensors:  # Qwen3.5: four projections, which are these parts already
-        return torch.cat([tensors[n] for n in names])
-    qkvz = tensors[f"{at}linear_attn.in_proj_qkvz.weight"].unflatten(0, (2, -1))
-    ba = tensors[f"{at}linear_attn.in_proj_ba.weight"].unflatten(0, (2, -1))
-    parts = [*qkvz.split([8, 8, 32, 32], 1), *ba.split([2, 2], 1)]
-    return torch.cat([part.flatten(0, 1) for part in parts])
-
-
-def expected_hybrid(tensors: Mapping[str, Any], name: str) -> Any:
-    """What a tensor of a Qwen hybrid must hold; None: as in every other family."""
-    import torch
-
-    _, _, tail = name.partition(".self_attention.")
-    layer = 8 if name.startswith("mtp.") else int(name.split(".")[2]) if tail else 0
-    at = f"model.layers.{layer}."
-    if tail == "linear_qkv.weight":
-        q, k, v = (tensors[f"{at}self_attn.{x}_proj.weight"] for x in "qkv")
-        parts = [gated(q, 0), gated(q, 1), k, v]
-        return torch.cat([p.unflatten(0, (2, -1)) for p in parts], 1).flatten(0, 1)
-    if tail == "in_proj.weight":
-        return regrouped(tensors, at)
-    if tail == "out_norm.weight":
-        return tensors[f"{at}linear_attn.norm.weight"] - 1
-    if tail in ("conv1d.weight", "A_log", "dt_bias", "out_proj.weight"):
-        return tensors[f"{at}linear_attn.{tail}"]
-    head, gate, _ = name.partition("mlp.shared_experts.gate_weight")
-    if gate:
-        layer = 8 if head.startswith("mtp.") else int(head.split(".")[2])
-        return tensors[f"model.layers.{layer}.mlp.shared_expert_gate.weight"]
-    return None
-
-
-@pytest.fixture
-def linear_attention(megatron_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GatedDeltaNet in Megatron's local layers; its kernels, which need CUDA, are never called."""
-    from megatron.core.ssm import gated_delta_net as gdn
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    for module in (gdn, getattr(gdn, "common", gdn), getattr(gdn, "gdn", gdn)):
-        for kernel in ("chunk_gated_delta_rule", "l2norm", "causal_conv1d"):
-            monkeypatch.setattr(module, kernel, lambda *a, **k: None, raising=False)
-        monkeypatch.setattr(module, "HAVE_FLA", True, raising=False)
-    submodules = gdn.GatedDeltaNetSubmodules(
-        ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear
-    )
-    plain_specs, plain_dialect = modules.block_specs, mcore.set_dialect
-
-    def specs(settings: Settings, config: Any, te: bool) -> tuple[Any, Any]:
-        decoder, mtp = plain_specs(settings, config, te)
-        for layer, spec in enumerate(decoder.layer_specs):
-            if settings.geometry.fact("is_linear", layer):
-                spec.submodules.self_attention = ModuleSpec(
-                    gdn.GatedDeltaNet, submodules=submodules
-                )
-        return decoder, mtp
-
-    def dialect(model: mcore.McoreModel, named: str) -> None:
-        plain_dialect(model, named)
-        for layer in model.module.decoder.layers:
-            if isinstance(layer.self_attention, gdn.GatedDeltaNet):
-                keys = dict(layer.submodules_config.sharded_state_dict_keys_map)
-                keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-                layer.submodules_config = replace(
-                    layer.submodules_config, sharded_state_dict_keys_map=keys
-                )
-
-    monkeypatch.setattr(mcore, "block_specs", specs)
-    monkeypatch.setattr(mcore, "set_dialect", dialect)
-
-
-@pytest.mark.parametrize("name", QWEN_HYBRIDS)
-def test_megatron_loads_a_qwen_hybrid(linear_attention: None, tmp_path: Path, name: str) -> None:
-    config = {**MODELS[name], "dtype": "float32"}
-    hf = make_hf(tmp_path / "hf", config)
-    hf2mcore(hf, tmp_path / "mcore")
-    settings = settings_of(config)
-    # torch's norm knows no zero-centred gamma; only its weight matters here.
-    settings.transformer |= {
-        "perform_initialization": False,
-        "layernorm_zero_centered_gamma": False,
-    }
-    model = mcore.build(settings, seed=5)
-    mcore.load(model, tmp_path / "mcore")
-    tensors, live = floats(hf, config), mcore.module_tensors(model)
-    own = {n: want for n in live if (want := expected_hybrid(tensors, n)) is not None}
-    for key, want in own.items():
-        assert want.shape == live[key].shape, key
-        assert want.contiguous().numpy().tobytes() == live[key].contiguous().numpy().tobytes(), key
-    used = require_equal({n: v for n, v in live.items() if n not in own}, tensors, settings)
-    left = {n.partition(".layers.")[2].partition(".")[2] for n in tensors.keys() - used}
-    assert all("linear_attn." in n or "self_attn." in n or "gate.weight" in n for n in left)

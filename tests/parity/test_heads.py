@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mtpconv.geometry import read_geometry
 from mtpconv.parity import hf, mcore, mcore_forward
 from tests.parity import checkpoints, configs
 
@@ -32,7 +33,7 @@ def test_both_sides_give_the_same_logits(megatron_cpu: None, tmp_path: Path, nam
         left = hf.heads(reference, tokens)
     with choices.Settle(model.settings, record.choices, choices.TIE["float32"]) as settle:
         right = mcore_forward.heads(model, tokens)
-    depths = config.get("num_nextn_predict_layers", 0)
+    depths = read_geometry(config).depths
     assert list(left) == list(right) == ["trunk", *(f"depth {d}" for d in range(depths))]
     for head, logits in left.items():
         assert logits.shape == right[head].shape

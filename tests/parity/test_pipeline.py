@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from mtpconv.convert import hf2mcore, mcore2hf
+from mtpconv.geometry import read_geometry
 from mtpconv.mapping.table import table_names
 from mtpconv.parity.families import FAMILIES, NOT_RUN
+from mtpconv.parity.report import ParityOptions
 from mtpconv.parity.run import run_parity
 from tests.parity import checkpoints, configs
 
@@ -29,7 +31,23 @@ def test_what_mtpconv_converts_means_the_same(
     hf2mcore(tmp_path / "hf", tmp_path / "mcore", layout=layout)
     report = run_parity(tmp_path / "hf", tmp_path / "mcore")
     assert report.verdict == "pass", report.fault
-    assert len(report.heads) == 1 + config.get("num_nextn_predict_layers", 0)
+    assert len(report.heads) == 1 + read_geometry(config).depths
+
+
+def test_a_norm_that_less_one_is_no_bfloat16_is_named(megatron_cpu: None, tmp_path: Path) -> None:
+    """Megatron keeps gamma - 1, and bfloat16 has fewer numbers near -1 than near 0."""
+    from safetensors.torch import load_file, save_file
+
+    file = checkpoints.write_hf(configs.QWEN3_5_TEXT, tmp_path / "hf", dtype="bfloat16")
+    tensors = load_file(file / "model.safetensors")
+    tensors["model.layers.1.linear_attn.norm.weight"].fill_(0.10009765625)
+    save_file(tensors, file / "model.safetensors", {"format": "pt"})
+    hf2mcore(tmp_path / "hf", tmp_path / "mcore")
+    report = run_parity(tmp_path / "hf", tmp_path / "mcore")
+    assert report.fault is not None
+    assert report.fault.message == "layer 1, after attention: out_norm was rounded to bfloat16"
+    usual = run_parity(tmp_path / "hf", tmp_path / "mcore", ParityOptions(dtype="bfloat16"))
+    assert usual.verdict == "pass"
 
 
 def test_every_table_is_run_or_has_a_reason() -> None:

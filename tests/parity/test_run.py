@@ -50,6 +50,43 @@ def test_streaming_gives_what_the_whole_model_gives(pair: tuple[Path, Path], dty
     assert whole.memory is None
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
+def test_streaming_runs_delta_nets_too(megatron_cpu: None, tmp_path: Path, name: str) -> None:
+    config = configs.WITH_MTP[name]
+    checkpoints.write_hf(config, tmp_path / "hf")
+    checkpoints.write_mcore(config, tmp_path / "hf", tmp_path / "mcore")
+    whole = run_parity(tmp_path / "hf", tmp_path / "mcore", ParityOptions(noise=False))
+    streamed = run_parity(tmp_path / "hf", tmp_path / "mcore", ParityOptions(stream=True))
+    assert streamed.verdict == whole.verdict == "pass"
+    assert [h.per_position for h in streamed.heads] == [h.per_position for h in whole.heads]
+    memory = streamed.memory
+    assert memory is not None
+    assert memory.megatron_peak == memory.megatron_largest
+
+
+@pytest.mark.parametrize("shipped", [True, False])
+def test_a_depth_that_no_field_promises(megatron_cpu: None, tmp_path: Path, shipped: bool) -> None:
+    """Qwen3-Next has one, Qwen3-Coder-Next has none, and the configs are alike."""
+    silent = {k: v for k, v in configs.QWEN3_NEXT.items() if k != "num_nextn_predict_layers"}
+    config = configs.QWEN3_NEXT if shipped else silent
+    checkpoints.write_hf(config, tmp_path / "hf")
+    checkpoints.write_mcore(config, tmp_path / "hf", tmp_path / "mcore")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(silent | {"dtype": "float32"}))
+    report = run_parity(tmp_path / "hf", tmp_path / "mcore")
+    assert report.verdict == "pass"
+    assert [head.head for head in report.heads] == ["trunk", *["depth 0"] * shipped]
+
+
+def test_a_row_of_one_chunk_is_said(megatron_cpu: None, tmp_path: Path) -> None:
+    checkpoints.write_hf(configs.QWEN3_5_TEXT, tmp_path / "hf")
+    checkpoints.write_mcore(configs.QWEN3_5_TEXT, tmp_path / "hf", tmp_path / "mcore")
+    short = run_parity(tmp_path / "hf", tmp_path / "mcore", ParityOptions(length=64))
+    assert any("64 tokens, one chunk of a gated delta net" in note for note in short.notes)
+    usual = run_parity(tmp_path / "hf", tmp_path / "mcore")
+    assert "128 random tokens" in usual.tokens
+    assert not any("chunk" in note for note in usual.notes)
+
+
 def test_streaming_holds_one_layer_of_a_side(pair: tuple[Path, Path]) -> None:
     memory = run_parity(*pair, ParityOptions(stream=True)).memory
     assert memory is not None
