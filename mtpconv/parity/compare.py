@@ -3,9 +3,9 @@
 A head passes when its difference is of the size of rounding noise. The noise is measured on
 the model at hand: how much each side differs from itself when its sums are taken in another
 order (float32), or from its own float32 run (bfloat16). Two right implementations differ by
-about as much from each other: mean ratios of 0.3 to 0.8 (float32) and 1.1 to 1.7 (bfloat16),
-maximum ratios of 0.2 to 1.1 and 0.3 to 2.7.
-Source: benchmarks/parity_noise.py: 14 small models, two rows of tokens, megatron-core 0.16.1
+about as much from each other: mean ratios of at most 0.8 (float32) and 1.4 (bfloat16), maximum
+ratios of at most 1.8 and 1.8.
+Source: benchmarks/parity_noise.py: 22 small models, two rows of tokens, megatron-core 0.16.1
 and 0.19.2, CPU, 2026-11-29. A GLM-5.2-shaped model with all 78 layers: 0.9 and 1.0.
 """
 
