@@ -21,6 +21,7 @@ from mtpconv.mapping.producers import Trait, doubts, traits
 from mtpconv.ranges import compress
 from mtpconv.store.checkpoint import Checkpoint, Chunk, Problem
 from mtpconv.store.content import Files, Piece, Run, blocks_of, pieces, stretch
+from mtpconv.store.dist_folder import TRACKER
 from mtpconv.tensors import DTYPE_BITS, Box, TensorSpec
 
 
@@ -68,6 +69,8 @@ class HfView:
         """Whose work it is, as far as keys and files tell."""
         folder = getattr(self.checkpoint, "folder", None)
         files = [p.name for p in folder.iterdir()] if folder is not None else []
+        if folder is not None and (folder.parent / TRACKER).exists():
+            files += [f"../{p.name}" for p in folder.parent.iterdir()]
         return traits(self.checkpoint.tensors.keys(), files)
 
     @property

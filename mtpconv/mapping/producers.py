@@ -25,8 +25,9 @@ class Trait:
 _SLIME = Trait("slime")
 #: Pattern of a key, and the trait that it shows.
 #: Source: slime slime_plugins/models/{qwen3_next,qwen3_5,hf_attention,glm5/glm5}.py at 04e67434,
-#: 3999028c and 08a9dcdc, slime_plugins/mbridge/qwen3_next.py at 3999028c, read 2026-11-29; NeMo's
-#: `module.` prefix is documented in its checkpoint guide.
+#: 3999028c and 08a9dcdc, slime_plugins/mbridge/qwen3_next.py at 3999028c; mcore-bridge
+#: model/gpts/qwen3_next.py at 130f7a9d and model/modules/gated_delta_net.py at 164675c8, read
+#: 2026-11-29; NeMo's `module.` prefix is documented in its checkpoint guide.
 _KEYS = (
     (re.compile(r"\.self_attention\.linear_attn\."), _SLIME),
     (re.compile(r"\.self_attention\.(wq_b|wk|weights_proj)\.weight$"), _SLIME),
@@ -37,10 +38,32 @@ _KEYS = (
             "rows in an order that later ones do not have; export with that version of slime",
         ),
     ),
+    (
+        re.compile(r"\.self_attention\.in_proj_\w+\."),
+        Trait(
+            "mcore-bridge",
+            "of its two kinds of linear attention only HuggingFace's module is read; export with "
+            "mcore-bridge",
+        ),
+    ),
+    (
+        re.compile(r"\.self_attention\.in_proj\.weight$"),
+        Trait(
+            "linear attention in one piece",
+            "its rows are in blocks (Megatron's legacy format) or by key head (mcore-bridge), and "
+            "keys do not tell which; save it with Megatron-Core and --ckpt-format torch_dist",
+        ),
+    ),
     (re.compile(r"^module\."), Trait("NeMo, module. before every key", "strip the prefix first")),
     (re.compile(r"^decoder\.final_norm\.|\.mtp_model_layer\.layers\."), Trait("HybridModel")),
 )
-_FILES = {"run_config.yaml": Trait("Megatron-Bridge"), "modelopt_state": Trait("ModelOpt")}
+#: Names in the checkpoint's folder, `../` before those beside it.
+#: Source: ms-swift swift/megatron/pipelines `save_args`, read 2026-11-29.
+_FILES = {
+    "run_config.yaml": Trait("Megatron-Bridge"),
+    "modelopt_state": Trait("ModelOpt"),
+    "../args.json": Trait("ms-swift"),
+}
 
 
 def traits(keys: Collection[str], files: Collection[str] = ()) -> tuple[Trait, ...]:
@@ -58,16 +81,25 @@ def doubts(plan: Plan) -> Iterator[str]:
     """
     ops = {step.op.name for step in plan.steps}
     keys = {step.row.key for step in plan.steps}
-    if "gated_qkv" in ops or "qkv_gate" in ops:
+    own = {step.op.name for step in plan.steps if step.row.op == "gated_qkv"}
+    if own == {"qkv"}:
+        yield (
+            "rows of linear_qkv: mcore-bridge has query and gate of each head in turn, and so they "
+            "are read, others the queries of a group before its gates"
+        )
+    elif "gated_qkv" in ops or "qkv_gate" in ops:
         yield (
             "rows of linear_qkv: Megatron-Core, Megatron-Bridge and slime put the queries of a "
             "group before its gates, mcore-bridge has query and gate of each head in turn"
         )
     if any(key.startswith("self_attention.in_proj.weight") for key in keys):
         yield (
-            "rows of in_proj: Megatron-Core and Megatron-Bridge have query, key, value, z, beta, "
-            "alpha one after another, mcore-bridge interleaves them per key head, Pai orders them "
-            "otherwise"
+            "rows of in_proj and conv1d: Megatron-Core and Megatron-Bridge have query, key, value, "
+            "z, beta, alpha one after another, mcore-bridge interleaves them per key head, Pai "
+            "orders them otherwise"
+        )
+        yield (
+            "out_norm: Megatron-Core and Megatron-Bridge hold gamma less 1, mcore-bridge has gamma"
         )
     if "rope_last" in ops:
         yield (

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from mtpconv.geometry import Geometry
 from mtpconv.mapping.moves import Move, Op, ShapeError, rows_of, take
-from mtpconv.mapping.ops import Copy, SwapHalves
+from mtpconv.mapping.ops import Copy, Qkv, SwapHalves
 from mtpconv.mapping.plan import Plan, Step
 from mtpconv.mapping.table import Row
 from mtpconv.tensors import Box, Shape
@@ -89,6 +89,7 @@ class Reordered:
 
 #: How the op word of a dialect becomes an op, given the op of the tables.
 REORDERINGS: Mapping[str, Callable[[Op, Geometry], Op]] = {
+    "qkv": lambda op, g: Qkv(g.dim("num_key_value_heads")),
     "rope_last": lambda op, g: RopeLast(g.dim("index_head_dim"), g.dim("qk_rope_head_dim")),
     "swap_halves": lambda op, g: SwapHalves(),
     "transposed": lambda op, g: Transposed(op),

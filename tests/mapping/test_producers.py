@@ -30,6 +30,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "fixtures" / "configs"
         (["decoder.layers.3.self_attention.linear_qgkv.weight",
           "decoder.layers.0.self_attention.linear_attn.A_log"], [],
          ["slime", "slime, gated attention of its first versions"]),
+        (["decoder.layers.0.self_attention.in_proj_ba.weight"], ["../args.json"],
+         ["mcore-bridge", "ms-swift"]),
         (["decoder.final_norm.weight"], [], ["HybridModel"]),
         (["mtp.layers.0.mtp_model_layer.layers.1.mlp.router.weight"], [], ["HybridModel"]),
         (["module.decoder.final_layernorm.weight"], [], ["NeMo, module. before every key"]),
@@ -56,10 +58,10 @@ def test_doubts_are_about_content_that_names_do_not_show() -> None:
     plan = make_plan({**raw, "num_experts": 2}, find_table("qwen3_next"))
     found = list(doubts(plan))
     assert [line.split(":")[0] for line in found] == [
-        "rows of linear_qkv", "rows of in_proj", "halves of eh_proj",
+        "rows of linear_qkv", "rows of in_proj and conv1d", "out_norm", "halves of eh_proj",
     ]  # fmt: skip
     without = make_plan({**raw, "num_experts": 2}, find_table("qwen3_next"), depths=0)
     assert [line.split(":")[0] for line in doubts(without)] == [
-        "rows of linear_qkv", "rows of in_proj",
+        "rows of linear_qkv", "rows of in_proj and conv1d", "out_norm",
     ]  # fmt: skip
     assert list(doubts(make_plan(config("deepseek_v3"), find_table("deepseek_v3")))) == []

@@ -94,6 +94,8 @@ def test_shape_laws_are_refused(op: Op, shape: Shape) -> None:
         (plan_of("qwen3-next-80b-a3b"), "slime_linear_attention"),
         (plan_of("qwen3.5-35b-a3b-text"), "slime_linear_attention"),
         (plan_of("qwen3.6-27b-text"), "slime_linear_attention"),
+        (plan_of("qwen3-next-80b-a3b"), "mcore_bridge_modules"),
+        (plan_of("qwen3.6-27b-text"), "mcore_bridge_modules"),
         (make_plan(config(), find_table("glm_moe_dsa")), "slime_indexer"),
         (make_plan(config("deepseek_v32"), find_table("deepseek_v32")), "slime_indexer"),
     ],
