@@ -1,14 +1,19 @@
-"""Write-back that begins while bytes are still being copied."""
+"""Files brought to disk while others, or they themselves, are still being written."""
 
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self
+from contextlib import suppress
+from typing import Any, Self, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Flusher:
-    """Syncs a growing file every `every` bytes, on a thread of its own.
+    """Syncs growing files every `every` bytes, and finishes them, on a thread of its own.
 
     Without it the disk idles until the kernel thinks of it, and the last fsync waits for all of
     the file: 4.1 s against 2.9 s for 3.2 GB (measured 2026-11-29, two threads copying).
@@ -16,37 +21,52 @@ class Flusher:
 
     def __init__(self, every: int = 256 << 20) -> None:
         self._every = every
-        self._waiting = 0
-        self._pool = ThreadPoolExecutor(1)
-        self._under_way: Future[None] | None = None
+        self._unsynced: dict[int, int] = {}
+        self._pool = ThreadPoolExecutor(1)  # one: a file is closed after its last sync
+        self._under_way: deque[tuple[Future[Any], Callable[[Any], None] | None]] = deque()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._pool.shutdown()
+        while kind is not None and self._under_way:
+            # What is finished counts as finished, whatever stopped the rest.
+            with suppress(Exception):
+                self._collect(wait=True)
 
     def wrote(self, fd: int, nbytes: int) -> None:
         """`nbytes` more are in the file.
 
-        Raises: OSError if earlier bytes could not be brought to disk.
+        Raises: OSError if earlier bytes could not be brought to disk, and as `finish`.
         """
-        self._waiting += nbytes
-        if self._waiting < self._every:
-            return
-        if self._under_way is not None:
-            if not self._under_way.done():
-                return
-            self._under_way.result()
-        self._waiting = 0
-        self._under_way = self._pool.submit(os.fdatasync, fd)
+        self._collect()
+        unsynced = self._unsynced.get(fd, 0) + nbytes
+        if unsynced >= self._every and not self._under_way:
+            self._under_way.append((self._pool.submit(os.fdatasync, fd), None))
+            unsynced = 0
+        self._unsynced[fd] = unsynced
+
+    def finish(self, fd: int, close: Callable[[], Result], then: Callable[[Result], None]) -> None:
+        """Have `close` sync and close a file, then call `then` on the caller's own thread.
+
+        Raises: whatever `close` and `then` raise, here, in `wrote` or in `settle`.
+        """
+        self._unsynced.pop(fd, None)
+        self._under_way.append((self._pool.submit(close), then))
+        self._collect()
 
     def settle(self) -> None:
-        """Wait until no file is being synced: now it can be closed.
+        """Wait until every file is where it belongs.
 
-        Raises: OSError as `wrote`; the kernel tells of a failed write only once.
+        Raises: as `finish`; the kernel tells of a failed write only once.
         """
-        if self._under_way is not None:
-            future, self._under_way = self._under_way, None
-            future.result()
-        self._waiting = 0
+        while self._under_way:
+            self._collect(wait=True)
+
+    def _collect(self, *, wait: bool = False) -> None:
+        while self._under_way and (wait or self._under_way[0][0].done()):
+            future, then = self._under_way.popleft()
+            result = future.result()
+            if then is not None:
+                then(result)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mtpconv.convert.outcome import NamedStep
-from mtpconv.convert.shards import write_shard
+from mtpconv.convert.shards import Shard, write_shards
 from mtpconv.errors import RefusedError, UsageError
 from mtpconv.mapping.check import is_carried
 from mtpconv.mapping.table import Table
@@ -126,10 +126,12 @@ def write_kept(
     folder.mkdir()
     digests: dict[str, str] = {}
     shards = shards_of(hf.shards, specs)
+    todo = []
     for file, header in shards.items():
         made = make_header(folder / file, header.tensors, {"format": "pt"})
         made.file.parent.mkdir(parents=True, exist_ok=True)
-        digests.update(write_shard(made.file, made, hf, crew, advance))
+        todo.append(Shard(made.file, made))
+    write_shards(todo, hf, crew, advance, lambda shard: digests.update(shard.digests))
     if any("/" in file for file in shards):  # found through an index only
         write_bytes(folder / INDEX_NAME, index_bytes(shards))
     return digests

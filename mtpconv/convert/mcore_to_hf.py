@@ -31,7 +31,7 @@ from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
 from mtpconv.convert.ranks import Ranks, deal
 from mtpconv.convert.remarks import Since, carried_notes, file_notes, since
-from mtpconv.convert.shards import shard_is_whole, write_shard
+from mtpconv.convert.shards import Shard, shard_is_whole, write_shards
 from mtpconv.convert.snapshot import Snapshot, files_of
 from mtpconv.convert.target import check_space, check_target
 from mtpconv.convert.verify import require_accepted, require_crcs, verify_digests
@@ -344,22 +344,30 @@ def _write_shards(
     digests: dict[str, str] = {}
     names = deal({n: h.size for n, h in work.headers.items()}, out.ranks)
     progress.begin("convert", sum(work.headers[n].size for n in names))
+    holds: dict[Path, tuple[str, str]] = {}
+    todo = []
     for name in names:
         header = work.headers[name]
         made_of = f"{__version__} {source} {work.mode if work.fp8 else ''}\n"
-        holds = blake3(made_of.encode() + header.raw).hexdigest()
-        found = out.finished(name, holds) if digest else None
+        made = blake3(made_of.encode() + header.raw).hexdigest()
+        found = out.finished(name, made) if digest else None
         if found is not None and shard_is_whole(found[0], header, found[1].digests, crew):
             out.take_over(found[0], out.folder, found[1])
             digests.update(found[1].digests)
             progress.advance(header.size, "taken over")
             continue
-        progress.advance(header.data_start)
         path = out.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = write_shard(path, header, work.content, crew, progress.advance, digest=digest)
-        out.journal.add(name, Done(holds, made))
-        digests.update(made)
+        holds[path] = name, made
+        todo.append(Shard(path, header))
+
+    def done(shard: Shard) -> None:
+        name, made = holds[shard.path]
+        out.journal.add(name, Done(made, shard.digests))
+        digests.update(shard.digests)
+        progress.advance(shard.header.data_start)
+
+    write_shards(todo, work.content, crew, progress.advance, done, digest=digest)
     return digests
 
 

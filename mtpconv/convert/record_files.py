@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +13,14 @@ from mtpconv.convert.flush import Flusher
 from mtpconv.convert.journal import Done
 from mtpconv.convert.output import Output
 from mtpconv.convert.ranks import share
-from mtpconv.convert.records import Placed, Recorder, together, write_records
+from mtpconv.convert.records import Placed, Recorder, together, write_batch
 from mtpconv.errors import UnreadableError
 from mtpconv.mapping.layouts import Layout
 from mtpconv.mapping.plan import Plan, Step
 from mtpconv.progress import Progress
 from mtpconv.store.content import Run, run_blocks
 from mtpconv.store.crc import crc32
-from mtpconv.store.crew import Crew
+from mtpconv.store.crew import Crew, interleaved
 from mtpconv.store.dequant import HfTensors
 from mtpconv.store.dist_metadata_writer import write_metadata
 from mtpconv.store.extra_state import extra_state_keys
@@ -65,36 +65,60 @@ class RecordFiles:
     def _write_share(self, folder: Path, out: Output, crew: Crew, progress: Progress) -> Share:
         steps = share(self._plan.steps, self._recorder.nbytes, out.ranks)
         progress.begin("convert", sum(map(self._recorder.nbytes, steps)))
+        files = [
+            _File(folder, out.ranks.rank, number, group, self._recorder)
+            for number, group in enumerate(self._groups(steps))
+        ]
+        self._write_files([f for f in files if not self._take_over(f, folder, out, crew, progress)],
+                          out, crew, progress)  # fmt: skip
         mine = Share([], {})
-        number = 0
-        for group in self._groups(steps):
-            file = _File(folder, out.ranks.rank, number, group, self._recorder)
-            written, digests = self._write_or_take_over(file, folder, out, crew, progress)
-            mine.written.extend(written)
-            mine.digests.update(digests)
-            number += 1
+        for file in files:
+            mine.written.extend(file.written)
+            mine.digests.update(file.digests)
         if out.ranks.is_first:
             others = self._plan.steps if out.ranks.size > 1 else ()
-            with TorchDistWriter(folder, 0, first=number) as writer:
+            with TorchDistWriter(folder, 0, first=len(files)) as writer:
                 writer.write_objects(extra_state_keys(self._recorder.stored(others)), [None])
                 mine.written.extend(writer.close())
         return mine
 
-    def _write_or_take_over(
+    def _take_over(
         self, file: _File, folder: Path, out: Output, crew: Crew, progress: Progress
-    ) -> tuple[Sequence[Written], Mapping[str, str]]:
-        holds = file.holds(self._source)
-        found = out.finished(file.name, holds)
-        if found is not None:
-            path, done = found
-            written = file.check(path, crew)
-            if written is not None:
-                out.take_over(path, folder, done)
-                progress.advance(file.nbytes, "taken over")
-                return written, done.digests
-        written, digests = file.write(crew, progress)
-        out.journal.add(file.name, Done(holds, digests))
-        return written, digests
+    ) -> bool:
+        """Use what an earlier run finished, if it did and every byte is right."""
+        found = out.finished(file.name, file.holds(self._source))
+        if found is None or not file.check(found[0], crew):
+            return False
+        path, done = found
+        file.digests.update(done.digests)
+        out.take_over(path, folder, done)
+        progress.advance(file.nbytes, "taken over")
+        return True
+
+    def _write_files(
+        self, files: Sequence[_File], out: Output, crew: Crew, progress: Progress
+    ) -> None:
+        """Write files, as many at once as there are jobs."""
+
+        def done(file: _File) -> None:
+            out.journal.add(file.name, Done(file.holds(self._source), file.digests))
+
+        todo = interleaved((file.batches() for file in files), crew.jobs)
+        try:
+            with Flusher() as flusher:
+                for (file, batch), digests in crew.map(_write, todo):
+                    file.digests.update(digests)
+                    nbytes = sum(placed.room.nbytes for placed in batch)
+                    progress.advance(nbytes, str(batch[-1].record.step.region))
+                    fd = batch[-1].room.fd
+                    flusher.wrote(fd, nbytes)
+                    file.left -= len(batch)
+                    if not file.left:
+                        flusher.finish(fd, file.finish, done)
+                flusher.settle()
+        finally:
+            for file in files:
+                file.close()
 
     def _groups(self, steps: Iterable[Step]) -> Iterator[list[Step]]:
         """Steps of one file, as many as the limit allows; the last one may reach beyond."""
@@ -124,11 +148,15 @@ class _File:
         self, folder: Path, rank: int, number: int, steps: Sequence[Step], recorder: Recorder
     ) -> None:
         self.name = f"__{rank}_{number}.distcp"
+        self.left = len(steps)
+        self.digests: dict[str, str] = {}
+        self.written: Sequence[Written] = ()
         self._folder = folder
         self._rank = rank
         self._number = number
         self._steps = steps
         self._recorder = recorder
+        self._writer: TorchDistWriter | None = None
 
     @property
     def nbytes(self) -> int:
@@ -146,26 +174,31 @@ class _File:
             hasher.update(f"{step.key} {kinds[at]} {' '.join(step.hf)}\n".encode())
         return hasher.hexdigest()
 
-    def write(self, crew: Crew, progress: Progress) -> tuple[Sequence[Written], Mapping[str, str]]:
-        """Write the file and bring it to disk. Raises: WriteError, UnreadableError."""
-        with (
-            TorchDistWriter(
-                self._folder, self._rank, first=self._number, file_limit=_ONE_FILE
-            ) as writer,
-            Flusher() as flusher,
-        ):
+    def batches(self) -> Iterator[_Batch]:
+        """Begin the file, and what goes into it. Raises: WriteError."""
+        writer = self._writer = TorchDistWriter(
+            self._folder, self._rank, first=self._number, file_limit=_ONE_FILE
+        )
+        placed = (
+            Placed(r, writer.reserve(r.key, r.spec, r.box), self._recorder.apart(r))
+            for r in self._recorder.records(self._steps)
+        )
+        for batch in together(placed):
+            yield _Batch(self, batch)
 
-            def done(batch: Sequence[Placed]) -> None:
-                nbytes = sum(placed.room.nbytes for placed in batch)
-                progress.advance(nbytes, str(batch[-1].record.step.region))
-                flusher.wrote(batch[-1].room.fd, nbytes)
+    def finish(self) -> _File:
+        """Bring it to disk and close it. Raises: WriteError."""
+        assert self._writer is not None
+        self.written = self._writer.close()
+        return self
 
-            digests = dict(write_records(self._recorder, self._steps, writer, crew, done))
-            flusher.settle()
-            return writer.close(), digests
+    def close(self) -> None:
+        """Close it if it is open."""
+        if self._writer is not None:
+            self._writer.release()
 
-    def check(self, path: Path, crew: Crew) -> Sequence[Written] | None:
-        """The records of a finished file if its every record has its CRC, else None."""
+    def check(self, path: Path, crew: Crew) -> bool:
+        """Whether every record of a finished file has its CRC; then `written` has them."""
         with TorchDistWriter(
             path.parent, self._rank, first=self._number, file_limit=_ONE_FILE, existing=True
         ) as writer:
@@ -173,12 +206,26 @@ class _File:
             each = (Placed(r, writer.reserve(r.key, r.spec, r.box)) for r in records)
             try:
                 if not all(crew.map(_batch_is_whole, together(each))):
-                    return None
+                    return False
             except UnreadableError:  # too short
-                return None
+                return False
             size = path.stat().st_size
             written = writer.close()
-            return written if size == written[-1].offset + written[-1].length else None
+            if size != written[-1].offset + written[-1].length:
+                return False
+            self.written = written
+            return True
+
+
+class _Batch(NamedTuple):
+    """Neighbours in a file."""
+
+    file: _File
+    placed: Sequence[Placed]
+
+
+def _write(batch: _Batch, files: Files) -> tuple[_Batch, list[tuple[str, str]]]:
+    return batch, write_batch(batch.placed, files)
 
 
 def _batch_is_whole(batch: Sequence[Placed], files: Files) -> bool:

@@ -6,7 +6,7 @@ not depend on the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -25,12 +25,12 @@ from mtpconv.store.content import (
     stretch,
 )
 from mtpconv.store.crc import crc32
-from mtpconv.store.crew import Crew, batches
+from mtpconv.store.crew import batches
 from mtpconv.store.dequant import HfTensors
 from mtpconv.store.digest import digest_reading
 from mtpconv.store.files import BLOCK
 from mtpconv.store.record_writer import ALIGNMENT
-from mtpconv.store.torch_dist_writer import Reservation, TorchDistWriter, write_at
+from mtpconv.store.torch_dist_writer import Reservation
 from mtpconv.tensors import DTYPE_BITS, Box, Shape, TensorSpec
 
 #: Ops whose Megatron tensor is its operands one after another (and padding).
@@ -76,11 +76,14 @@ class Recorder:
         return self._form(step, ()).spec.nbytes
 
     def stored(self, others: Iterable[Step]) -> dict[str, TensorSpec]:
-        """The tensors of all records made so far, and of other steps, by sharded key."""
+        """The tensors of all records made so far, and of other steps, by sharded key in order.
+
+        Sorted: what was made when depends on the number of threads and on what was taken over.
+        """
         for step in others:
             address = self._layout.address(step.key, self._plan.geometry)
             self._stored[address.key] = self._form(step, address.lead).spec
-        return self._stored
+        return dict(sorted(self._stored.items()))
 
     def records(self, steps: Iterable[Step]) -> Iterator[Record]:
         """The records of these steps, in order."""
@@ -175,26 +178,6 @@ class Placed(NamedTuple):
     apart: Sequence[tuple[str, Reading]] = ()
 
 
-def write_records(
-    recorder: Recorder,
-    steps: Iterable[Step],
-    writer: TorchDistWriter,
-    crew: Crew,
-    done: Callable[[Sequence[Placed]], None],
-) -> Iterator[tuple[str, str]]:
-    """Write records where the writer places them; gives HF names with their digests.
-
-    `done` is called for every batch that is in its file. Raises: WriteError, UnreadableError.
-    """
-    each = (
-        Placed(r, writer.reserve(r.key, r.spec, r.box), recorder.apart(r))
-        for r in recorder.records(steps)
-    )
-    for batch, digests in crew.map(_write_batch, together(each)):
-        yield from digests
-        done(batch)
-
-
 def together(each: Iterable[Placed]) -> Iterator[list[Placed]]:
     """Neighbours in a file, as many as fit into a block."""
     return batches(each, lambda p: p.room.frame.length + ALIGNMENT)
@@ -203,7 +186,11 @@ def together(each: Iterable[Placed]) -> Iterator[list[Placed]]:
 _Digests = list[tuple[str, str]]
 
 
-def _write_batch(batch: Sequence[Placed], files: Files) -> tuple[Sequence[Placed], _Digests]:
+def write_batch(batch: Sequence[Placed], files: Files) -> list[tuple[str, str]]:
+    """Write neighbours of one file; gives HF names with their digests.
+
+    Raises: WriteError, UnreadableError.
+    """
     found: _Digests = []
     first, last = batch[0].room, batch[-1].room
     begin = first.start - len(first.frame.prefix)
@@ -214,10 +201,10 @@ def _write_batch(batch: Sequence[Placed], files: Files) -> tuple[Sequence[Placed
     else:
         with files.buffer(end - begin) as window:
             _fill_window(batch, begin, window, files, found)
-            write_at(first.fd, first.file, begin, window)
+            first.write(begin, window)
     for placed in batch:
         found += [(name, digest_reading(what, files)) for name, what in placed.apart]
-    return batch, found
+    return found
 
 
 def _fill_window(
@@ -247,7 +234,7 @@ def _write_large(record: Record, room: Reservation, files: Files, found: _Digest
     number, left = 0, operands[0][1] if operands else 0
     for block in record.what.blocks(files):
         crc = crc32(block, crc)
-        write_at(room.fd, room.file, at, block)
+        room.write(at, block)
         at += len(block)
         while len(block) and number < len(operands):
             part = block[:left]
@@ -258,5 +245,5 @@ def _write_large(record: Record, room: Reservation, files: Files, found: _Digest
                 left = operands[number][1] if number < len(operands) else 0
     found += [(name, hasher.hexdigest()) for name, _, hasher in operands]
     prefix, suffix = room.frame.sealed(crc)
-    write_at(room.fd, room.file, room.start - len(prefix), prefix)
-    write_at(room.fd, room.file, room.start + room.nbytes, suffix)
+    room.write(room.start - len(prefix), prefix)
+    room.write(room.start + room.nbytes, suffix)

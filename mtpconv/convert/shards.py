@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from mtpconv.convert.flush import Flusher
 from mtpconv.errors import UnreadableError
 from mtpconv.store.checkpoint import Checkpoint
 from mtpconv.store.content import Pieced, Reading, Run, fill_all, reading
-from mtpconv.store.crew import Crew, batches
+from mtpconv.store.crew import Crew, batches, interleaved
 from mtpconv.store.digest import digest_tensors
 from mtpconv.store.files import BLOCK, Files
 from mtpconv.store.hf import HfCheckpoint
@@ -33,50 +34,86 @@ class _Tensor(NamedTuple):
     at: int
 
 
-class _Batch(NamedTuple):
-    """Tensors that follow one another in a file, and where the first one begins."""
+class Shard:
+    """A safetensors file that is being written; `digests` grows with it."""
 
-    fd: int
-    path: Path
+    def __init__(self, path: Path, header: ShardHeader) -> None:
+        self.path = path
+        self.header = header
+        self.digests: dict[str, str] = {}
+        self.left = len(header.tensors)
+        self.fd = -1
+        #: the kernel lets one thread into a file and the others spin; here they sleep
+        self.turn = threading.Lock()
+
+    def batches(self, source: Checkpoint | Pieced) -> Iterator[_Batch]:
+        """Begin the file, and what is to be copied into it. Raises: OSError, WriteError."""
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        write_at(self.fd, self.path, 0, self.header.raw)
+        tensors = (
+            _Tensor(name, reading(source, name), self.header.start(name))
+            for name in self.header.payload_order
+        )
+        for batch in batches(tensors, lambda t: t.what.spec.nbytes):
+            yield _Batch(self, batch)
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Put bytes into the file. Raises: WriteError."""
+        with self.turn:
+            write_at(self.fd, self.path, at, data)
+
+    def finish(self) -> Shard:
+        """Bring it to disk and close it. Raises: OSError."""
+        os.fsync(self.fd)
+        self.close()
+        return self
+
+    def close(self) -> None:
+        """Close it if it is open."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _Batch(NamedTuple):
+    """Tensors that follow one another in a file."""
+
+    shard: Shard
     tensors: Sequence[_Tensor]
 
 
-def write_shard(
-    path: Path,
-    header: ShardHeader,
+def write_shards(
+    shards: Sequence[Shard],
     source: Checkpoint | Pieced,
     crew: Crew,
     advance: Callable[[int, str], None],
+    done: Callable[[Shard], None],
     *,
     digest: bool = True,
-) -> dict[str, str]:
-    """Write one shard and bring it to disk; gives the digests of its tensors.
+) -> None:
+    """Write shards, as many at once as there are jobs; `done` is told of each that is on disk.
 
-    Without `digest` nobody looks at the bytes: they are copied inside the kernel, and what
-    comes back is empty.
+    Without `digest` nobody looks at the bytes: they are copied inside the kernel, and there
+    are no digests.
 
     Raises: WriteError, OSError, UnreadableError.
     """
-    digests: dict[str, str] = {}
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    work = _copy_and_digest if digest else _copy
+    todo = interleaved((shard.batches(source) for shard in shards), crew.jobs)
     try:
-        write_at(fd, path, 0, header.raw)
-        tensors = (
-            _Tensor(name, reading(source, name), header.start(name))
-            for name in header.payload_order
-        )
-        todo = (_Batch(fd, path, batch) for batch in batches(tensors, lambda t: t.what.spec.nbytes))
         with Flusher() as flusher:
-            for batch, found in crew.map(_copy_and_digest if digest else _copy, todo):
-                digests.update(found)
-                nbytes = sum(t.what.spec.nbytes for t in batch.tensors)
-                advance(nbytes, batch.tensors[-1].name)
-                flusher.wrote(fd, nbytes)
+            for (shard, tensors), found in crew.map(work, todo):
+                shard.digests.update(found)
+                nbytes = sum(t.what.spec.nbytes for t in tensors)
+                advance(nbytes, tensors[-1].name)
+                flusher.wrote(shard.fd, nbytes)
+                shard.left -= len(tensors)
+                if not shard.left:
+                    flusher.finish(shard.fd, shard.finish, done)
             flusher.settle()
-        os.fsync(fd)
     finally:
-        os.close(fd)
-    return digests
+        for shard in shards:
+            shard.close()
 
 
 def shard_is_whole(path: Path, header: ShardHeader, digests: Mapping[str, str], crew: Crew) -> bool:
@@ -99,10 +136,10 @@ _Done = tuple[_Batch, list[tuple[str, str]]]
 
 
 def _copy_and_digest(batch: _Batch, files: Files) -> _Done:
-    fd, path, tensors = batch
+    shard, tensors = batch
     total = sum(t.what.spec.nbytes for t in tensors)
     if total > BLOCK:  # one large tensor
-        return batch, [(t.name, _stream(fd, path, t, files)) for t in tensors]
+        return batch, [(t.name, _stream(shard, t, files)) for t in tensors]
     digests = []
     with files.buffer(total) as window:
         fill_all([t.what for t in tensors], files, window)
@@ -111,25 +148,27 @@ def _copy_and_digest(batch: _Batch, files: Files) -> _Done:
             end = at + what.spec.nbytes
             digests.append((name, blake3(window[at:end]).hexdigest()))
             at = end
-        write_at(fd, path, tensors[0].at, window)
+        shard.write(tensors[0].at, window)
     return batch, digests
 
 
-def _stream(fd: int, path: Path, tensor: _Tensor, files: Files) -> str:
+def _stream(shard: Shard, tensor: _Tensor, files: Files) -> str:
     hasher, at = blake3(), tensor.at
     for block in tensor.what.blocks(files):
         hasher.update(block)
-        write_at(fd, path, at, block)
+        shard.write(at, block)
         at += len(block)
     return hasher.hexdigest()
 
 
 def _copy(batch: _Batch, files: Files) -> _Done:
-    runs = list(_runs(batch.tensors))
+    shard, tensors = batch
+    runs = list(_runs(tensors))
     if all(isinstance(run.file, Path) for run in runs):
         try:
             for run in runs:
-                _copy_in_kernel(batch.fd, run, files)
+                with shard.turn:
+                    _copy_in_kernel(shard.fd, run, files)
             return batch, []
         except OSError as error:
             if error.errno not in _NO_COPY:

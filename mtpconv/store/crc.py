@@ -1,7 +1,7 @@
 """The CRC-32 of zip records, by the fastest means installed, and where which one is stored.
 
-zlib takes 0.23 CPU s/GB, isal (`pip install mtpconv[fast]`) 0.06: a fifth of what a whole
-conversion costs (measured 2026-11-29 with benchmarks).
+zlib takes 0.23 CPU s/GB, isal 0.06: a fifth of what a whole conversion costs (measured
+2026-11-29 with benchmarks). isal is installed wherever there is a build of it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import islice
 from typing import Self, TypeVar
 
 from mtpconv.store.files import BLOCK, Files, OnRead
@@ -65,6 +66,7 @@ class Crew:
         finally:
             for future in under_way:
                 future.cancel()
+            wait(under_way)  # nobody may be writing into a file that the caller now closes
 
     def _run(self, work: Callable[[Item, Files], Result], item: Item) -> Result:
         files = getattr(self._own, "files", None)
@@ -89,3 +91,20 @@ def batches(
         total += nbytes
     if batch:
         yield batch
+
+
+def interleaved(streams: Iterable[Iterator[Item]], width: int) -> Iterator[Item]:
+    """Items of `width` streams in turn; where one ends the next one begins.
+
+    Each file that is written is such a stream: the kernel lets one thread at a time into a file.
+    """
+    waiting = iter(streams)
+    running = deque(islice(waiting, width))
+    while running:
+        stream = running.popleft()
+        for item in stream:
+            yield item
+            running.append(stream)
+            break
+        else:
+            running.extendleft(islice(waiting, 1))

@@ -22,7 +22,7 @@ from mtpconv.store.record_writer import ALIGNMENT, Frame, object_record, tensor_
 from mtpconv.tensors import Box, Shape, TensorSpec
 
 #: A new file is begun when the current one has this many bytes.
-FILE_LIMIT = 8 << 30
+FILE_LIMIT = 2 << 30
 
 #: Records up to this size are written in one call.
 _SMALL = 256 << 10
@@ -42,13 +42,22 @@ class Written(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """Room for the bytes of a chunk: put `nbytes` at `start` of `fd`, then call `commit`."""
+    """Room for the bytes of a chunk: put `nbytes` at `start` of `fd`, then call `commit`.
+
+    Whoever has `turn` writes: the kernel lets one thread into a file, and the others spin.
+    """
 
     fd: int
     file: Path
     start: int
     nbytes: int
     frame: Frame
+    turn: threading.Lock
+
+    def write(self, at: int, data: bytes | memoryview) -> None:
+        """Put bytes into the file. Raises: WriteError."""
+        with self.turn:
+            write_at(self.fd, self.file, at, data)
 
 
 class TorchDistWriter:
@@ -74,6 +83,7 @@ class TorchDistWriter:
         self._limit = file_limit
         self._flags = os.O_RDWR if existing else _NEW
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
         self._files: list[tuple[Path, int]] = []
         self._end = 0
         self._written: list[Written] = []
@@ -87,7 +97,7 @@ class TorchDistWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._release()
+        self.release()
 
     def reserve(self, key: str, spec: TensorSpec, box: Box) -> Reservation:
         """Room for a box of the tensor `key`, whose data the caller puts into the file.
@@ -98,7 +108,7 @@ class TorchDistWriter:
         frame = tensor_frame(spec.dtype, box.sizes)
         fd, file, offset = self._place(key, frame.length, spec.dtype, spec.shape, box)
         start = offset + len(frame.prefix)
-        return Reservation(fd, file, start, frame.nbytes, frame)
+        return Reservation(fd, file, start, frame.nbytes, frame, self._turn)
 
     def commit(self, reservation: Reservation, crc: int) -> None:
         """Complete the record around data that are in place; `crc` is their CRC-32.
@@ -107,8 +117,8 @@ class TorchDistWriter:
         """
         prefix, suffix = reservation.frame.sealed(crc)
         start = reservation.start
-        write_at(reservation.fd, reservation.file, start - len(prefix), prefix)
-        write_at(reservation.fd, reservation.file, start + reservation.nbytes, suffix)
+        reservation.write(start - len(prefix), prefix)
+        reservation.write(start + reservation.nbytes, suffix)
 
     def write(self, key: str, spec: TensorSpec, box: Box, blocks: Iterable[Any]) -> None:
         """Write a box of the tensor `key` from blocks of bytes, in C order.
@@ -127,7 +137,7 @@ class TorchDistWriter:
             if room.nbytes <= _SMALL:
                 small.append(bytes(view))
             else:
-                write_at(room.fd, room.file, at, view)
+                room.write(at, view)
             at += len(view)
         if at != room.start + room.nbytes:
             raise WriteError(
@@ -137,7 +147,7 @@ class TorchDistWriter:
         if room.nbytes <= _SMALL:
             prefix, suffix = room.frame.sealed(crc)
             record = b"".join((prefix, *small, suffix))
-            write_at(room.fd, room.file, room.start - len(prefix), record)
+            room.write(room.start - len(prefix), record)
         else:
             self.commit(room, crc)
 
@@ -180,11 +190,12 @@ class TorchDistWriter:
                 except OSError as error:
                     raise _failed(file, error) from None
         finally:
-            self._release()
+            self.release()
         sync_folder(self.folder)
         return tuple(self._written)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Close the files, whatever is in them."""
         for _, fd in self._files:
             os.close(fd)
         self._files = []

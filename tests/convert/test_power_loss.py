@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,19 @@ class Disk:
         for name in ("fsync", "fdatasync", "rename", "replace"):
             self._hook(name, monkeypatch)
         self.check: Callable[[], None] = lambda: None
+        self._one_at_a_time = threading.RLock()  # files are synced on another thread
 
     def _hook(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         real = getattr(os, name)
 
         def call(*args: Any, **named: Any) -> Any:
-            self.check()
-            result = real(*args, **named)
-            if name.endswith("sync"):
-                self._synced(args[0])
-            self.check()
-            return result
+            with self._one_at_a_time:
+                self.check()
+                result = real(*args, **named)
+                if name.endswith("sync"):
+                    self._synced(args[0])
+                self.check()
+                return result
 
         monkeypatch.setattr(os, name, call)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtpconv.convert import hf2mcore, mcore2hf
+from mtpconv.convert import hf2mcore, mcore2hf, record_files
 from mtpconv.mapping.layouts import layout_of
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table import find_table
@@ -70,6 +70,23 @@ def test_stacked_layers_round_trip(tmp_path: Path) -> None:
     assert keys["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape == (3, 4, 8, 8)
     mcore2hf(tmp_path / "mcore", tmp_path / "back")
     assert file_hashes(tmp_path / "back") == file_hashes(hf)
+
+
+def test_the_files_do_not_depend_on_the_number_of_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "FILE_LIMIT", 2000)
+    hf = make_hf(tmp_path / "hf", config(), shards=5)
+    for verify in (True, False):
+        found = []
+        for jobs in (1, 2, 5):
+            mcore, back = tmp_path / f"mcore{jobs}{verify}", tmp_path / f"back{jobs}{verify}"
+            hf2mcore(hf, mcore, jobs=jobs, verify=verify)
+            mcore2hf(mcore, back, jobs=jobs, verify=verify)
+            assert len(list(mcore.rglob("*.distcp"))) >= 5
+            assert file_hashes(back) == file_hashes(hf)
+            found.append(file_hashes(mcore))
+        assert found[0] == found[1] == found[2]
 
 
 def test_iteration_folder_and_latest_file(tmp_path: Path) -> None:

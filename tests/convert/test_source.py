@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtpconv.convert import hf2mcore, mcore2hf
-from mtpconv.convert.shards import write_shard
+from mtpconv.convert.shards import write_shards
 from mtpconv.errors import UnreadableError, UsageError
 from mtpconv.store.source import read_source
 from mtpconv.tensors import TensorSpec
@@ -203,12 +203,12 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_refused(
     path = tmp_path / "mcore" / file
 
     def write(*words: object, **options: object) -> object:
-        done = write_shard(*words, **options)  # type: ignore[arg-type]
+        done = write_shards(*words, **options)  # type: ignore[arg-type]
         path.write_bytes(path.read_bytes())
         os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
         return done
 
-    monkeypatch.setattr("mtpconv.convert.mcore_to_hf.write_shard", write)
+    monkeypatch.setattr("mtpconv.convert.mcore_to_hf.write_shards", write)
     with pytest.raises(UnreadableError, match=rf"{path.name}: was written to while it was read"):
         mcore2hf(tmp_path / "mcore", tmp_path / "back")
     assert not (tmp_path / "back").exists()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtpconv.store.crc import crc32
-from mtpconv.store.crew import Crew, batches, default_jobs
+from mtpconv.store.crew import Crew, batches, default_jobs, interleaved
 from mtpconv.store.files import Files
 
 
@@ -93,3 +93,44 @@ def test_whichever_crc_is_installed_is_that_of_zip(one: bytes, two: bytes) -> No
     assert crc32(one) == zlib.crc32(one)
     assert crc32(two, crc32(one)) == zlib.crc32(one + two)
     assert crc32(memoryview(one)) == zlib.crc32(one)
+
+
+@given(st.lists(st.lists(st.integers(), max_size=5), max_size=6), st.integers(1, 4))
+def test_law_streams_are_merged_in_their_own_order(lists: list[list[int]], width: int) -> None:
+    begun: set[int] = set()
+    ended: set[int] = set()
+
+    def stream(number: int) -> Iterator[tuple[int, int]]:
+        begun.add(number)
+        assert len(begun - ended) <= width
+        yield from ((number, item) for item in lists[number])
+        ended.add(number)
+
+    merged = list(interleaved((stream(i) for i in range(len(lists))), width))
+    for number, items in enumerate(lists):
+        assert [item for n, item in merged if n == number] == items
+    assert len(merged) == sum(map(len, lists))
+
+
+def test_streams_take_turns() -> None:
+    streams = (iter(word) for word in ("abc", "de", "fg"))
+    assert "".join(interleaved(streams, 2)) == "adbecfg"
+
+
+def test_nobody_works_any_more_when_a_map_has_failed() -> None:
+    at_work = threading.Event()
+    finished = []
+
+    def work(item: int, files: Files) -> int:
+        if item == 0:
+            at_work.wait(5)
+            raise ValueError("no")
+        at_work.set()
+        time.sleep(0.2)
+        finished.append(item)
+        return item
+
+    with Crew(2) as crew:
+        with pytest.raises(ValueError, match="no"):
+            list(crew.map(work, range(2)))
+        assert finished == [1]

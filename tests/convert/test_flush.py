@@ -1,0 +1,51 @@
+"""Files synced on another thread: told of when they are on disk, closed after their last sync."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from mtpconv.convert.flush import Flusher
+
+
+def test_a_growing_file_is_synced_and_a_finished_one_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: happened.append("sync"))
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+
+    def close() -> str:
+        assert threading.current_thread() is not threading.main_thread()
+        os.close(fd)
+        happened.append("close")
+        return "file"
+
+    def then(name: str) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        happened.append(name)
+
+    with Flusher(every=100) as flusher:
+        flusher.wrote(fd, 60)
+        flusher.wrote(fd, 60)
+        flusher.finish(fd, close, then)
+        flusher.settle()
+    assert happened == ["sync", "close", "file"]
+
+
+def test_a_failed_sync_is_an_error_and_what_was_finished_still_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    done: list[str] = []
+    with pytest.raises(OSError, match="Input/output"), Flusher(every=1) as flusher:  # noqa: PT012
+        flusher.wrote(7, 1)
+        flusher.finish(8, lambda: "whole", done.append)
+        flusher.settle()
+    assert done == ["whole"]
