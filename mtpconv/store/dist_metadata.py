@@ -127,11 +127,12 @@ def _are_places(value: Any) -> TypeGuard[_Places]:
 
 
 def _is_shape(value: Any) -> bool:
-    return (
-        type(value) is tuple
-        and len(value) <= 64
-        and all(type(n) is int and 0 <= n < _LIMIT for n in value)
-    )
+    if type(value) is not tuple or len(value) > 64:
+        return False
+    for n in value:  # noqa: SIM110 a generator would take twice as long, and there are 300,000
+        if type(n) is not int or not 0 <= n < _LIMIT:
+            return False
+    return True
 
 
 def _is_name(name: Any) -> bool:

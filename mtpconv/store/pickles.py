@@ -152,7 +152,10 @@ def _run(  # noqa: C901 one table of opcodes
     while True:
         op = data[pos]
         pos += 1
-        if op == 0x94:  # MEMOIZE
+        if op == 0x6A:  # LONG_BINGET
+            push(memo[u32(data, pos)[0]])
+            pos += 4
+        elif op == 0x94:  # MEMOIZE
             memo.append(stack[-1])
         elif op == 0x4B:  # BININT1
             push(data[pos])
@@ -160,9 +163,6 @@ def _run(  # noqa: C901 one table of opcodes
         elif op == 0x68:  # BINGET
             push(memo[data[pos]])
             pos += 1
-        elif op == 0x6A:  # LONG_BINGET
-            push(memo[u32(data, pos)[0]])
-            pos += 4
         elif op == 0x4A:  # BININT
             push(i32(data, pos)[0])
             pos += 4
@@ -177,7 +177,13 @@ def _run(  # noqa: C901 one table of opcodes
             stack = []
             push = stack.append
         elif op == 0x29:  # EMPTY_TUPLE
-            push(())
+            of = stack[-1] if stack and data[pos] == 0x81 else None
+            if type(of) is Global and not is_size(of):  # with NEWOBJ: most of what there is
+                spend()
+                stack[-1] = Instance(of, new=True)
+                pos += 1
+            else:
+                push(())
         elif op == 0x7D:  # EMPTY_DICT
             spend()
             push({})
@@ -187,7 +193,7 @@ def _run(  # noqa: C901 one table of opcodes
             if type(of) is not Global or type(args) is not tuple:
                 raise ValueError
             spend()
-            if of.name == "Size" and of.module == "torch":  # a tuple, and the most frequent
+            if is_size(of):  # a tuple, and the most frequent
                 (shape,) = args
                 if type(shape) is not tuple:  # never a copy: of a long list it would cost much
                     raise ValueError
@@ -209,16 +215,18 @@ def _run(  # noqa: C901 one table of opcodes
                 values = stack[-2:]
                 del stack[-2:]
             target = stack[-1]
-            pairs = list(zip(values[::2], values[1::2], strict=True))
-            for key, _ in pairs:
+            keys = values[::2]
+            for key in keys:
                 if type(key) is not str and not is_key(key):
                     raise _Refused(f"has a {type(key).__name__} as a key; no checkpoint needs that")
+            pairs = zip(keys, values[1::2], strict=True)
             if type(target) is dict:
-                if fold is not None and pairs and type(pairs[0][0]) is Instance:
-                    pairs = [fold(key, value) for key, value in pairs]
-                target.update(pairs)
+                if fold is not None and keys and type(keys[0]) is Instance:
+                    target.update([fold(key, value) for key, value in pairs])
+                else:
+                    target.update(pairs)
             elif type(target) is Instance:
-                target.add(pairs)
+                target.add(list(pairs))
             else:
                 raise ValueError
         elif op == 0x85 or op == 0x86 or op == 0x87:  # TUPLE1, TUPLE2, TUPLE3
@@ -304,6 +312,11 @@ def _run(  # noqa: C901 one table of opcodes
                 f"uses pickle opcode 0x{op:02x}, which no checkpoint needs; "
                 "do not load it with torch either"
             )
+
+
+def is_size(of: Global) -> bool:
+    """Whether this names `torch.Size`, which is read as a plain tuple."""
+    return of.name == "Size" and of.module == "torch"
 
 
 def is_key(key: Any) -> bool:
