@@ -99,9 +99,9 @@ class Layout:
 
 #: Order matters: a layer axis comes before an expert axis. All of `mappings/layouts`.
 DIALECTS = (
-    "stacked_layers", "stacked_experts", "local_spec_mla", "local_spec_gqa", "local_modules_gqa",
-    "mtp_model_layer", "hybrid_layers", "slime_linear_attention", "slime_indexer",
-    "mcore_bridge_modules", "language_model",
+    "stacked_layers", "stacked_experts", "grouped_gemm", "local_spec_mla", "local_spec_gqa",
+    "local_modules_gqa", "mtp_model_layer", "hybrid_layers", "slime_linear_attention",
+    "slime_indexer", "mcore_bridge_modules", "language_model",
 )  # fmt: skip
 _NUMBER = re.compile(r"\{(\d+)\*(?:layer|expert)(?:\+(\d+))?\}")
 

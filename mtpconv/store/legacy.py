@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mtpconv.store.checkpoint import Chunk, Problem
 from mtpconv.store.content import Files
 from mtpconv.store.crc import Sealed, SealedFile
 from mtpconv.store.dist_folder import Iteration, find_folder
+from mtpconv.store.legacy_experts import experts_apart
 from mtpconv.store.legacy_file import NAME, Placed, RankFile, read_rank
 from mtpconv.store.legacy_names import Cut, Place, cut_of, place_of
 from mtpconv.store.torch_dist import TorchDistCheckpoint, open_torch_dist
@@ -107,6 +108,7 @@ def open_legacy(path: Path) -> LegacyCheckpoint:
     _require_all(ranks, sizes, folder)
     files = {r: first if i == 0 else read_rank(folder / r.folder / NAME)
              for i, r in enumerate(ranks)}  # fmt: skip
+    files = {rank: _apart(file, rank, sizes["expert"], first.args) for rank, file in files.items()}
     found = LegacyCheckpoint(path, folder, iteration)
     found.common = {"args": dict(first.args), "iteration": first.iteration}
     found.ignored = sum(file.ignored for file in files.values())
@@ -116,6 +118,12 @@ def open_legacy(path: Path) -> LegacyCheckpoint:
             _merge(found, key, held, reading)
         _drop_tied_head(found, first.args, reading)
     return found
+
+
+def _apart(file: RankFile, rank: Rank, ranks: int, args: Mapping[str, Any]) -> RankFile:
+    where = f"{rank.folder}/{NAME}"
+    stages = (experts_apart(stage, ranks, args, where) for stage in file.stages)
+    return replace(file, stages=tuple(stages))
 
 
 def _sizes(args: Mapping[str, Any]) -> dict[str, int]:
@@ -174,7 +182,7 @@ def _parts(
     found: dict[str, list[_Part]] = {}
     for rank, stage, first_layer in _layer_offsets(files):
         where = f"{rank.folder}/{NAME}"
-        tensors = {n: place_of(n, where) for n in files[rank].stages[stage]}
+        tensors = {n: place_of(n) for n in files[rank].stages[stage]}
         local = _local_experts(tensors.values())
         for name, place in tensors.items():
             placed = files[rank].stages[stage][name]
@@ -199,7 +207,7 @@ def _layer_offsets(files: Mapping[Rank, RankFile]) -> Iterator[tuple[Rank, int, 
             layers = 0
             for rank in here:
                 yield rank, stage, done
-                numbers = [place_of(n, rank.folder).layer for n in files[rank].stages[stage]]
+                numbers = [place_of(n).layer for n in files[rank].stages[stage]]
                 layers = max(layers, *(n + 1 for n in numbers if n is not None), 0)
             done += layers
 

@@ -20,7 +20,8 @@ Cut = Literal["whole", "rows", "columns", "gated"]
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.")
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<apart>\d{1,6})\.(?P<leaf>linear_fc[12]\.(?:weight|bias))"
-    r"|(?P<grouped>linear_fc[12]\.(?:weight|bias))(?P<number>\d{1,6}))$"
+    r"|(?P<grouped>linear_fc[12]\.(?:weight|bias))(?P<number>\d{1,6})"
+    r"|(?P<packed>weight[12])\.(?P<entry>\d{1,6}))$"  # see legacy_experts
 )
 _ROWS = (
     "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias",
@@ -61,16 +62,8 @@ class Place:
         return key
 
 
-def place_of(name: str, where: str) -> Place:
-    """The place of a module name.
-
-    Raises: UnsupportedError for experts in one transposed tensor.
-    """
-    if re.search(r"mlp\.experts\.weight[12]$", name):
-        raise UnsupportedError(
-            f"{where}: {name} holds all experts of a rank transposed (legacy grouped GEMM); save "
-            "it again with --ckpt-format torch_dist"
-        )
+def place_of(name: str) -> Place:
+    """The place of a module name."""
     layer = expert = None
     found = _LAYER.search(name)
     if found is not None:
@@ -78,8 +71,8 @@ def place_of(name: str, where: str) -> Place:
         name = name[: found.start(1)] + "{layer}" + name[found.end(1) :]
     inner = _EXPERT.search(name)
     if inner is not None:
-        expert = int(inner["apart"] or inner["number"])
-        leaf = inner["leaf"] or inner["grouped"]
+        expert = int(inner["apart"] or inner["number"] or inner["entry"])
+        leaf = inner["leaf"] or inner["grouped"] or inner["packed"]
         name = f"{name[: inner.start()]}mlp.experts.experts.{{expert}}.{leaf}"
     return Place(name, layer, expert)
 

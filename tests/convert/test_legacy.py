@@ -35,6 +35,7 @@ MODULES = {
 }
 PARALLEL: list[dict[str, Any]] = [
     {}, {"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "pp": 2, "virtual": 2, "grouped": True},
+    {"packed": True}, {"tp": 2, "etp": 1, "ep": 2, "packed": True},
 ]  # fmt: skip
 
 
@@ -66,6 +67,7 @@ def test_the_same_files_come_back(
     hf = legacy(tmp_path, model, parallel, rename)
     done = mcore2hf(tmp_path / "old", tmp_path / "back", like=hf)
     assert file_hashes(tmp_path / "back") == file_hashes(hf)
+    assert ("grouped_gemm" in done.layout) == ("packed" in parallel)
     assert ("mtp_model_layer" in done.layout) == (spelling == "mtp_model_layer")
     assert ("local_modules_gqa" in done.layout) == (rename.keys() > MODULES.keys())
     assert any("optimizer state" in note for note in done.notes)

@@ -118,9 +118,9 @@ def even_stages(tensors: list[tuple[str, Any, str]], count: int) -> list[list[in
 def save(
     folder: Path, *, tp: int = 1, pp: int = 1, ep: int = 1, virtual: int = 1,
     grouped: bool = False, split: list[list[int]] | None = None, tensors: Any = None,
-    etp: int | None = None, **args: Any,
+    etp: int | None = None, packed: bool = False, **args: Any,
 ) -> Path:  # fmt: skip
-    """A checkpoint as `--ckpt-format torch` writes it."""
+    """A checkpoint as `--ckpt-format torch` writes it; `packed`: by the first grouped GEMM."""
     import torch
 
     tensors = tensors or whole()
@@ -149,6 +149,8 @@ def save(
         name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
         rank_folder = folder / (name + (f"_{e:03d}" if ep > 1 else ""))
         rank_folder.mkdir(parents=True)
+        if packed:
+            models = [pack(model) for model in models]
         torch.save(state_of(models, sizes), rank_folder / NAME)
     return folder
 
@@ -163,6 +165,26 @@ def expert_name(name: str, rank: int, local: int, grouped: bool) -> str | None:
     return (
         f"{head}experts.{leaf}{index}" if grouped else f"{head}experts.local_experts.{index}.{leaf}"
     )
+
+
+def pack(model: Any) -> Any:
+    """All experts in two tensors, transposed, as GroupedMLP of megatron-core 0.16.1 has them."""
+    import torch
+
+    found: Any = OrderedDict()
+    apart: dict[tuple[str, str], list[Any]] = {}
+    for name, value in model.items():
+        at = re.fullmatch(r"(.+\.experts)\.local_experts\.\d+\.linear_fc([12])\.weight", name)
+        if at is None:
+            found[name] = value
+        else:
+            apart.setdefault((at[1], at[2]), []).append(value.T)
+    for (head, number), values in apart.items():
+        whole = torch.stack(values)  # [experts, hidden, ffn] or [experts, ffn, hidden]
+        rows, columns = values[0].shape
+        shape = (rows, -1) if number == "1" else (-1, columns)
+        found[f"{head}.weight{number}"] = whole.reshape(shape)
+    return found
 
 
 def state_of(models: list[Any], sizes: dict[str, Any]) -> dict[str, Any]:

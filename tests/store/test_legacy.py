@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mtpconv.errors import MtpconvError, UnreadableError, UnsupportedError
@@ -113,13 +115,51 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     extra = [*whole(), ("decoder.final.mystery.weight", tensor("m", 4, 4), "whole")]
     folder = save(tmp_path / "iter_0000001", tp=2, tensors=extra)
     refused(folder, UnsupportedError, r"how 2 tensor-parallel ranks share decoder\.final\.mystery")
-    packed = [*whole(), ("decoder.layers.1.mlp.experts.weight1", tensor("w", 8, 8), "whole")]
-    folder = save(tmp_path / "iter_0000002", tensors=packed)
-    refused(folder, UnsupportedError, r"weight1 holds all experts of a rank transposed")
+    folder = save(tmp_path / "iter_0000002", tp=2, packed=True)
+    refused(folder, UnsupportedError, r"how 2 tensor-parallel ranks share .*experts\.0\.weight1")
     folder = save(tmp_path / "iter_0000003", tp=4, etp=2)
     refused(folder, UnsupportedError, "expert_tensor_parallel_size 2")
     folder = save(tmp_path / "iter_0000004", tp=2, expert_model_parallel_size=2)
     refused(folder, UnreadableError, "do not fit together")
+
+
+@pytest.mark.parametrize(
+    ("args", "kind", "match"),
+    [
+        ({"num_experts": None}, UnsupportedError, "args do not say how many of what size"),
+        ({"hidden_size": True}, UnsupportedError, "args do not say how many of what size"),
+        ({"num_experts": 5}, UnreadableError, r"has shape \[8, 96\]; args say 5 experts"),
+        ({"num_experts": 1 << 40}, UnreadableError, "args say 1099511627776 experts"),
+        ({"hidden_size": 4}, UnreadableError, r"has shape \[8, 96\]; .* hidden_size 4"),
+    ],
+    ids=str,
+)
+def test_packed_experts_must_fit_their_args(
+    tmp_path: Path, args: dict[str, Any], kind: type[MtpconvError], match: str
+) -> None:
+    refused(save(tmp_path / "iter_0000001", packed=True, **args), kind, match)
+
+
+def words(found: LegacyCheckpoint, key: str) -> Any:
+    data = b"".join(bytes(b) for b in blocks(found, key))
+    return np.frombuffer(data, "u2").reshape(found.tensors[key].shape)
+
+
+def test_packed_experts_are_taken_apart(tmp_path: Path) -> None:
+    """Each is the transposed of what sequential experts hold, wherever its rank keeps it."""
+    apart = open_legacy(save(tmp_path / "a/iter_0000001"))
+    packed = open_legacy(save(tmp_path / "b/iter_0000001", pp=2, ep=2, packed=True))
+    checked = 0
+    for key, spec in packed.tensors.items():
+        at = re.fullmatch(r"(.+experts\.experts\.\d+)\.weight([12])", key)
+        if at is None:
+            continue
+        other = f"{at[1]}.linear_fc{at[2]}.weight"
+        assert spec.shape == apart.tensors[other].shape[::-1]
+        mine, theirs = words(packed, key), words(apart, other)
+        np.testing.assert_array_equal(mine, theirs.T)
+        checked += 1
+    assert checked == sum(".experts.experts." in key for key in apart.tensors)
 
 
 def test_models_from_before_core_are_refused(tmp_path: Path) -> None:
