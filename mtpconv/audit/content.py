@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from mtpconv.audit.codes import finding
+from mtpconv.audit.companions import is_bookkeeping, is_part
 from mtpconv.audit.compare import Outcome
 from mtpconv.audit.finding import Finding
 from mtpconv.audit.pair import is_router_bias
@@ -45,6 +46,8 @@ def _one(name: str, stats: Stats, old: Stats | None, region: Region) -> Iterator
         )  # fmt: skip
     if old is not None and old.only_word == stats.only_word and old.constant:
         return
+    if is_bookkeeping(name):
+        return
     if stats.all_zero and region.kind == "mtp" and not is_router_bias(name):
         yield finding(
             "zero_tensor", "warning", f"{name}: all {stats.elements} values are zero",
@@ -56,10 +59,10 @@ def _one(name: str, stats: Stats, old: Stats | None, region: Region) -> Iterator
             f"{name}: all {stats.elements} values are zero, as before any training",
             tensor=name, region=region,
         )  # fmt: skip
-    elif stats.constant and stats.elements > 1 and region.kind == "mtp" and not _is_norm(name):
+    elif stats.constant and stats.elements > 1 and region.kind == "mtp" and _varies(name):
+        value = "the same" if stats.only_value is None else stats.only_value
         yield finding(
-            "constant_tensor", "warning",
-            f"{name}: all {stats.elements} values are {stats.only_value}",
+            "constant_tensor", "warning", f"{name}: all {stats.elements} values are {value}",
             tensor=name, region=region,
         )  # fmt: skip
     nonzero = stats.elements - stats.zeros
@@ -75,6 +78,11 @@ def _one(name: str, stats: Stats, old: Stats | None, region: Region) -> Iterator
 def _is_norm(name: str) -> bool:
     last = name.removesuffix(".weight").rpartition(".")[2]
     return "norm" in last
+
+
+def _varies(name: str) -> bool:
+    """Whether training makes the values differ; a few scales may well be equal."""
+    return not _is_norm(name) and not is_part(name)
 
 
 def _fresh(outcomes: Mapping[str, Outcome], regions: Mapping[str, Region]) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
 from mtpconv.audit.codes import finding
-from mtpconv.audit.companions import PACKED
+from mtpconv.audit.companions import stored_as
 from mtpconv.audit.finding import Finding, MtpDepth, MtpStatus, Severity
 from mtpconv.audit.names import expected_mtp_prefix, layer_number, mtp_prefix
 from mtpconv.audit.promise import Promise, read_promise
@@ -223,7 +223,7 @@ def single_status(
 
 
 def _holds(subject: Subject, name: str) -> bool:
-    return name in subject.tensors or name + PACKED in subject.tensors
+    return stored_as(subject.tensors, name) is not None
 
 
 def pair_status(

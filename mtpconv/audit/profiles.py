@@ -17,7 +17,7 @@ from mtpconv.audit.finding import Finding
 from mtpconv.audit.mtp import depths_of
 from mtpconv.audit.options import Profile
 from mtpconv.audit.promise import Promise, read_promise
-from mtpconv.audit.quantised import quantisation
+from mtpconv.audit.quantised import stated
 from mtpconv.audit.subject import Subject
 from mtpconv.ranges import compress
 from mtpconv.store.content import Files
@@ -137,7 +137,7 @@ def _vllm_partial(seen: Seen, rule: Rule) -> Iterator[Finding]:
         shown = ", ".join(filter(None, (f"all of MTP depth {gone[0]}", shown)))
     if not shown:
         return
-    if quantisation(seen.subject.config) is None:
+    if stated(seen.subject) is None:
         yield _refuses(rule, f"raises ValueError, not initialised from checkpoint: {shown}")
     else:
         yield _ignores(

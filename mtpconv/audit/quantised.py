@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -11,16 +11,27 @@ from mtpconv.audit.companions import (
     FLOATS,
     FP8,
     PACKED,
+    QWEIGHT,
     SECOND_SCALES,
+    beside,
     code_fits,
     companion_base,
+    companion_of,
+    form_of,
+    full_name,
     has_companions,
+    is_bitsandbytes,
     is_code,
+    is_lone,
     is_stray,
     packed_fits,
     scale_of,
+    stored_as,
+    weight_names,
 )
 from mtpconv.audit.finding import Finding, Severity
+from mtpconv.audit.left_alone import left_alone_findings
+from mtpconv.audit.quantised_parts import part_findings
 from mtpconv.audit.subject import Expected, Subject
 from mtpconv.geometry import text_config
 from mtpconv.store.fp8 import Grid
@@ -42,6 +53,11 @@ def quantisation(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
             if isinstance(value, Mapping):
                 return value
     return None
+
+
+def stated(subject: Subject) -> Mapping[str, Any] | None:
+    """What a side says about its quantisation, in config.json or in modelopt's own file."""
+    return quantisation(subject.config) or subject.quant_config
 
 
 def with_fp8_scales(
@@ -73,7 +89,7 @@ def with_fp8_scales(
 def scale_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[Finding]:
     """Codes without a scale, companions without codes, a quantisation config that fits neither."""
     yield from _stray(subject, regions)
-    config = quantisation(subject.config)
+    config = stated(subject)
     # The scales of four-bit codes may be FP8 themselves.
     fp8 = [n for n, s in subject.tensors.items() if s.dtype in FP8 and companion_base(n) is None]
     whole = not (subject.blind or subject.unread)
@@ -84,7 +100,7 @@ def scale_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[
             " weights",
         )
         return
-    codes = {*fp8, *_integer_codes(subject, config), *_packed_weights(subject)}
+    codes = {*fp8, *_integer_codes(subject, config), *_stored_elsewhere(subject)}
     if not codes:
         return
     if config is None and subject.config is not None:
@@ -92,13 +108,18 @@ def scale_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[
             f"{len(codes)} weights are stored as codes"
         )  # fmt: skip
         yield _contradiction("warning", f"has no quantization_config but {shown}")
+    yield from left_alone_findings(subject, config, codes, regions)
     known = subject.tensors.keys() | subject.unread | subject.ghosts
     scales = {n: scale for n in codes if (scale := scale_of(known, n)) is not None}
     if config is None and not scales:
         codes -= {*fp8}  # bare FP8 casts: nothing says that scales ever existed
+    said: list[Finding] = []
     if not subject.blind:
-        yield from _scaleless(codes, scales, regions, subject)
-    yield from _half_scaled(scales, known, regions, subject)
+        said += _scaleless(codes, scales, regions, subject, config)
+    said += _half_scaled(scales, known, regions, subject)
+    yield from said
+    if not subject.blind:
+        yield from part_findings(subject, config, codes, regions, {f.tensor for f in said})
     yield from _block_shapes(subject, config, fp8, regions)
 
 
@@ -111,15 +132,25 @@ def _contradiction(severity: Severity, what: str) -> Finding:
 
 def _stray(subject: Subject, regions: Mapping[str, Region]) -> Iterator[Finding]:
     known = subject.expected.tensors if subject.expected is not None else {}
+    there = subject.tensors.keys() | subject.unread | subject.ghosts
+    lone: dict[str, list[str]] = {}
     for name in sorted(subject.tensors):
-        # Without a table, `module.scale` may be anything.
-        is_name = subject.expected is not None or not name.endswith(".scale")
-        if name not in known and is_name and is_stray(subject.tensors, name):
+        if name in known:
+            continue
+        if is_stray(subject.tensors, name, table=subject.expected is not None):
             yield finding(
                 "extra_tensor", "error",
                 f"{name}: belongs to a quantised weight, and the weight beside it is none",
                 tensor=name, region=regions[name],
             )  # fmt: skip
+        elif subject.expected is None and not subject.blind and is_lone(there, name):
+            lone.setdefault(companion_base(name) or name, []).append(name)
+    for weight, names in lone.items():  # with a table, the weight is missing anyway
+        yield finding(
+            "missing_tensor", "error",
+            f"{weight}: its codes are not there, in any form, and {names[0]} is",
+            tensor=weight, region=regions[names[0]],
+        )  # fmt: skip
 
 
 def _integer_codes(subject: Subject, config: Mapping[str, Any] | None) -> list[str]:
@@ -134,10 +165,9 @@ def _integer_codes(subject: Subject, config: Mapping[str, Any] | None) -> list[s
     ]
 
 
-def _packed_weights(subject: Subject) -> list[str]:
-    """Weights of which only a packed form is there, by the name of the weight."""
-    names = [n.removesuffix(PACKED) for n in subject.tensors if n.endswith(PACKED)]
-    return [n for n in names if n not in subject.tensors]
+def _stored_elsewhere(subject: Subject) -> set[str]:
+    """Weights of which only codes under another name are there."""
+    return {n for n in weight_names(subject.tensors) if n not in subject.tensors}
 
 
 def _scaleless(
@@ -145,17 +175,39 @@ def _scaleless(
     scales: Mapping[str, str],
     regions: Mapping[str, Region],
     subject: Subject,
+    config: Mapping[str, Any] | None,
 ) -> Iterator[Finding]:
-    styles = Counter(scale.removeprefix(n) for n, scale in scales.items() if scale.startswith(n))
-    common = styles.most_common(1)[0][0] if styles else "_scale_inv"
+    styles: dict[str | None, Counter[str]] = defaultdict(Counter)
+    for name, scale in scales.items():
+        styles[_dtype(subject, name)][companion_of(name, scale)] += 1
     for name in sorted(codes - scales.keys()):
-        is_fp8 = name in subject.tensors and subject.tensors[name].dtype in FP8
-        scale = name + (common if is_fp8 else "_scale")
+        dtype = _dtype(subject, name)
+        usual = styles[dtype].most_common(1)
+        scale = full_name(name, usual[0][0]) if usual else _scale_wanted(name, subject, config)
         yield finding(
             "missing_tensor", "error",
-            f"{scale}: the {'FP8' if is_fp8 else 'quantised'} weight is there and its scale is not",
+            f"{scale}: the {'FP8' if dtype in FP8 else 'quantised'} weight is there and its scale"
+            " is not",
             tensor=scale, region=_region(name, regions),
         )  # fmt: skip
+
+
+def _dtype(subject: Subject, name: str) -> str | None:
+    stored = stored_as(subject.tensors, name)
+    return subject.tensors[stored].dtype if stored is not None else None
+
+
+def _scale_wanted(name: str, subject: Subject, config: Mapping[str, Any] | None) -> str:
+    """The name under which a scale should be where no other weight shows the style."""
+    form = form_of(subject.tensors, name)
+    if _dtype(subject, name) in FP8:
+        return name + "_scale_inv"
+    if form == QWEIGHT:
+        return beside(name, "scales")
+    if form == "" and is_bitsandbytes(subject.tensors, name, config):
+        spec = subject.tensors[name]
+        return beside(name, "SCB") if spec.dtype == "I8" else name + ".absmax"
+    return name + ("_scale" if form in ("", PACKED) else "_scales")
 
 
 def _half_scaled(
@@ -168,7 +220,7 @@ def _half_scaled(
     for name, scale in sorted(scales.items()):
         spec = subject.tensors.get(name, subject.tensors.get(name + PACKED))
         held = subject.tensors.get(scale)
-        if spec is None or held is None or spec.dtype in FP8:
+        if spec is None or held is None or spec.dtype in FP8 or scale.endswith(".absmax"):
             continue
         if held.dtype in FP8 and not any(name + s in known for s in SECOND_SCALES):
             second = name + ("_scale_2" if name in subject.tensors else "_global_scale")
@@ -188,22 +240,25 @@ def _half_scaled(
 
 
 def _region(weight: str, regions: Mapping[str, Region]) -> Region:
-    return regions[weight] if weight in regions else regions[weight + PACKED]
+    return regions[stored_as(regions, weight) or weight]
 
 
 def form_findings(
     subject: Subject, name: str, wanted: TensorSpec, region: Region
 ) -> Iterator[Finding]:
     """A tensor in another form than config and table say: shape, dtype, codes or packed."""
-    spec, config = subject.tensors.get(name), quantisation(subject.config)
+    spec, config = subject.tensors.get(name), stated(subject)
     if spec is None:
-        packed = subject.tensors.get(name + PACKED)
-        if packed is not None and not packed_fits(packed, wanted.shape, config):
+        stored = stored_as(subject.tensors, name)
+        packed = subject.tensors[stored] if stored is not None else None
+        form = form_of(subject.tensors, name) or PACKED
+        if packed is not None and not packed_fits(packed, wanted.shape, config, form):
             what = f"is {packed.dtype} {list(packed.shape)} and cannot be {list(wanted.shape)}"
-            yield _shape(f"{name}{PACKED}", what, wanted, packed, region)
+            yield _shape(stored or name, what, wanted, packed, region)
         return
     quantised = is_code(spec) and wanted.dtype in FLOATS
-    if not (code_fits(spec, wanted.shape) if quantised else spec.shape == wanted.shape):
+    flat = quantised and spec.dtype == "U8" and is_bitsandbytes(subject.tensors, name, config)
+    if not (code_fits(spec, wanted.shape, flat=flat) if quantised else spec.shape == wanted.shape):
         what = f"is {list(spec.shape)}, config and table say {list(wanted.shape)}"
         yield _shape(name, what, wanted, spec, region)
     if spec.dtype == wanted.dtype or is_quantised(subject, name) or (quantised and config):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpconv.audit.arithmetic import as_hf, as_megatron
+from mtpconv.audit.companions import weight_names
 from mtpconv.audit.quantised import with_fp8_scales
 from mtpconv.audit.subject import (
     Expected,
@@ -162,7 +163,7 @@ def _promise(opened: HfCheckpoint | Manifest, mapping: Path | None) -> _Promise:
 
     A config without the dims of a shape still says which names there are.
     """
-    config, present = opened.config, opened.tensors.keys()
+    config, present = opened.config, weight_names(opened.tensors)
     try:
         expected = expected_inventory(config, mapping, present)
     except (RefusedError, UnsupportedError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from mtpconv.audit.codes import finding
-from mtpconv.audit.companions import PACKED, companion_base
+from mtpconv.audit.companions import companion_base, is_kv_scale, stored_as
 from mtpconv.audit.finding import Finding
 from mtpconv.audit.mtp import depths_of
 from mtpconv.audit.promise import read_promise
@@ -91,7 +91,7 @@ def _unexpected(
         if name in expected.tensors:
             continue
         base = companion_base(name)
-        if base in expected.tensors:
+        if base in expected.tensors or is_kv_scale(name, subject.tensors):
             continue
         region = regions[name]
         if region.kind == "mtp" and region.index >= (promise.depths or 0):
@@ -112,4 +112,4 @@ def _misshapen(subject: Subject, expected: Expected) -> Iterator[Finding]:
 
 
 def _is_stored_packed(subject: Subject, name: str) -> bool:
-    return name + PACKED in subject.tensors
+    return stored_as(subject.tensors, name) is not None

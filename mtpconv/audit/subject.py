@@ -73,6 +73,8 @@ class Subject:
     afar: bool = False
     #: what the report must say about how this side was read
     notes: tuple[str, ...] = ()
+    #: what modelopt's own file says about quantisation; config.json may be silent
+    quant_config: Mapping[str, Any] | None = None
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -169,6 +171,7 @@ def hf_subject(checkpoint: HfCheckpoint, expected: Expected | None = None) -> Su
     return Subject(
         str(checkpoint.path), "hf", checkpoint, checkpoint.problems, checkpoint.config,
         expected=expected, indexed_files=indexed, where=checkpoint.where,
+        quant_config=checkpoint.quant_config,
     )  # fmt: skip
 
 

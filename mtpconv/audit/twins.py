@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from mtpconv.audit.codes import finding
+from mtpconv.audit.companions import is_part
 from mtpconv.audit.compare import Outcome, SideError, same_bytes, side_blocks
 from mtpconv.audit.excuses import root_head
 from mtpconv.audit.finding import Finding
@@ -94,9 +95,12 @@ def twin_findings(
 
 
 def _can_tell(subject: Subject, regions: Mapping[str, Region], name: str, outcome: Outcome) -> bool:
-    """Constant tensors equal each other and have findings of their own."""
+    """Constant tensors equal each other and have findings of their own.
+
+    So do maps, shapes and the like of quantised weights, whose codes tell.
+    """
     stats = outcome.after
-    is_mtp = regions[name].kind == "mtp" and name in subject.tensors
+    is_mtp = regions[name].kind == "mtp" and name in subject.tensors and not is_part(name)
     return is_mtp and stats is not None and stats.elements > 0 and not stats.constant
 
 

@@ -48,7 +48,10 @@ def as_bf16(hf: HfCheckpoint, table: Table) -> HfTensors:
 
     Raises: UnsupportedError for other quantised formats; RefusedError for damaged ones.
     """
-    found = find_fp8(hf.tensors, hf.config or {}, str(hf.path), lambda n: is_carried(table, n))
+    found = find_fp8(
+        hf.tensors, hf.config or {}, str(hf.path), lambda n: is_carried(table, n),
+        quant_config=hf.quant_config,
+    )  # fmt: skip
     return Dequantised(hf, found) if found else hf
 
 

@@ -13,13 +13,19 @@ from mtpconv.store.fp8 import SCALE_DTYPES, Grid
 from mtpconv.tensors import TensorSpec
 
 SCALE = "_scale_inv"
-#: What other formats store beside a weight, the most telling first, and the format's name.
-#: Source: families.md section 5 (compressed-tensors, modelopt).
+#: What other formats store beside a weight or for it, the most telling first, and the format's
+#: name. Source: as `mtpconv.audit.companions`.
 _OTHERS = {
+    ".quant_state.bitsandbytes__nf4": "bitsandbytes NF4",
+    ".quant_state.bitsandbytes__fp4": "bitsandbytes FP4", ".weight.absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes INT8", ".g_idx": "GPTQ", ".qweight": "GPTQ or AWQ",
+    "_proj_blocks": "MXFP4 in blocks", "weight_global_scale": "compressed-tensors NVFP4",
     "weight_packed": "compressed-tensors, packed", "weight_scale_2": "modelopt NVFP4",
     "weight_zero_point": "compressed-tensors", "weight_g_idx": "compressed-tensors GPTQ",
+    ".scale": "scales as DeepSeek-V4 has them, FP8 or MXFP4",
     "input_scale": "static activation scales", "weight_scale": "a scale per tensor or channel",
 }  # fmt: skip
+_CODES = ("I8", "U8", "F4", "F8_E4M3")
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
@@ -53,16 +59,18 @@ def find_fp8(
     config: Mapping[str, Any],
     where: str,
     left_alone: Callable[[str], bool] = lambda _: False,
+    *,
+    quant_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Quantised]:
     """The block FP8 weights by name; empty for a checkpoint that is not quantised.
 
     `left_alone` says which weights travel as they are, whatever they hold. `where` names the
-    checkpoint in messages.
+    checkpoint in messages. `quant_config` is what is said beside a config that says nothing.
 
     Raises: UnsupportedError for other quantised formats, by name; RefusedError for weights
     without scales, scales without weights, and a config that fits neither.
     """
-    stated = quantisation(config)
+    stated = quantisation(config) or quant_config or {}
     _refuse_others(tensors, stated, where)
     block = _block(stated, where)
     power_of_two = stated.get("scale_fmt") == "ue8m0"
@@ -138,18 +146,26 @@ def _refuse_others(
     method = stated.get("quant_method")
     for suffix, form in _OTHERS.items():
         names = [n for n in tensors if n.endswith(suffix)]
+        if suffix == ".scale":  # other modules may have a parameter of that name
+            weights = {n: tensors.get(n.removesuffix("scale") + "weight") for n in names}
+            names = [n for n, w in weights.items() if w is not None and w.dtype in _CODES]
         if names:
-            name = f"{form}, quant_method {method}" if method else form
+            name = f"{form}, {_stated_form(stated)}" if method else form
             raise UnsupportedError(
                 f"{where}: is quantised ({name}; {len(names)} tensors like {names[0]}); "
                 "convert the BF16 release, inventory and audit work on this one"
             )
     if method not in (None, "fp8"):
-        more = stated.get("quant_algo") or stated.get("format")
         raise UnsupportedError(
-            f"{where}: is quantised ({f'{method} {more}' if more else method}); "
+            f"{where}: is quantised ({_stated_form(stated)}); "
             "convert the BF16 release, inventory and audit work on this one"
         )
+
+
+def _stated_form(stated: Mapping[str, Any]) -> str:
+    """The format in the words of the config."""
+    more = stated.get("quant_algo") or stated.get("format")
+    return f"quant_method {stated.get('quant_method')}" + (f" {more}" if more else "")
 
 
 def _block(stated: Mapping[str, Any], where: str) -> tuple[int, int]:

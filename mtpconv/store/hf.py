@@ -21,6 +21,10 @@ from mtpconv.store.safetensors_header import ShardHeader, link_text, plain, read
 from mtpconv.tensors import Box, TensorSpec
 
 CONFIG_NAME = "config.json"
+#: What modelopt writes beside config.json, which older exports leave without a
+#: quantization_config. Source: NVIDIA/TensorRT-Model-Optimizer modelopt/torch/export
+#: unified_export_hf.py and convert_hf_config.py, read 2026-11-29.
+QUANT_CONFIG_NAME = "hf_quant_config.json"
 _SUFFIX = ".safetensors"
 _COMPARE_BLOCK = 4 << 20
 
@@ -46,6 +50,8 @@ class HfCheckpoint:
     where: Mapping[str, str]
     #: absent or unreadable files, each with the tensors the index puts there
     unread: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: what hf_quant_config.json says, in the words of a quantization_config; None without one
+    quant_config: dict[str, Any] | None = None
 
     @property
     def format(self) -> str:
@@ -77,6 +83,7 @@ def open_hf(path: Path, *, compare_duplicates: bool = True) -> HfCheckpoint:
     problems: list[Problem] = []
     index = _index(path, problems)
     config, config_text = _config(path, problems)
+    quant_config = _quant_config(path, problems)
     if not found and not index.weight_map and index.name is None:
         raise UnreadableError(_nothing_here(path))
     wanted = _indexed_files(index.weight_map, problems)
@@ -88,6 +95,7 @@ def open_hf(path: Path, *, compare_duplicates: bool = True) -> HfCheckpoint:
     return HfCheckpoint(
         path, tensors, tuple(problems), config, config_text, shards,
         index.value, index.name, index.text, index.weight_map, where, unread,
+        quant_config,
     )  # fmt: skip
 
 
@@ -162,6 +170,18 @@ def _config(path: Path, problems: list[Problem]) -> tuple[dict[str, Any] | None,
         message = f"{CONFIG_NAME}: has the key {plain(key)} twice; parsers keep the last one"
         problems.append(Problem("duplicate_key_in_config", message, file=CONFIG_NAME))
     return read.value, read.text
+
+
+def _quant_config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
+    if not os.path.lexists(path / QUANT_CONFIG_NAME):
+        return None
+    try:
+        value = read_json(path / QUANT_CONFIG_NAME).value
+    except UnreadableError as error:
+        problems.append(Problem("unreadable_file", str(error), file=QUANT_CONFIG_NAME))
+        return None
+    stated = value.get("quantization") if isinstance(value, dict) else None
+    return {"quant_method": "modelopt", **stated} if isinstance(stated, dict) else None
 
 
 def _indexed_files(weight_map: Mapping[str, str], problems: list[Problem]) -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 from mtpconv.errors import UnreadableError, UnsupportedError
+from mtpconv.store.hf import QUANT_CONFIG_NAME
 from mtpconv.store.hf_index import INDEX_NAME, outside
 from mtpconv.store.http import HttpFolder
 from mtpconv.store.json_text import parse_json
@@ -85,6 +86,8 @@ def mirror_headers(url: str, folder: Path) -> Path:
     index = fetch_file(remote, url, INDEX_NAME, folder)
     fetch_file(remote, url, "config.json", folder)
     listed = remote.names()
+    if listed is None or QUANT_CONFIG_NAME in listed:
+        fetch_file(remote, url, QUANT_CONFIG_NAME, folder)
     shards = {n for n in listed or () if n.endswith(".safetensors") and "/" not in n}
     if index is not None:
         value = parse_json(index, folder / INDEX_NAME).value
