@@ -50,49 +50,73 @@ def _rounds(place: Place, runs: dict[str, Callable[[], m.Cost]]) -> dict[str, li
     return found
 
 
-def conversion(place: Place) -> Figures:
-    """Both conversions against `cp` of the same bytes on the same filesystem."""
-    hf, mcore = place.large(), place.converted()
+def _conversions(
+    place: Place, hf: Path, mcore: Path, **more: tuple[str, ...]
+) -> dict[str, list[m.Cost]]:
+    """`cp` of an HF folder, its conversions, and hf2mcore once `more` for each set of options."""
     size = m.size_of(hf)
 
-    def convert(name: str, source: Path, *options: str) -> Callable[[], m.Cost]:
-        def work() -> m.Cost:
+    def run(source: Path, work: Callable[[Path], m.Cost]) -> Callable[[], m.Cost]:
+        def go() -> m.Cost:
             target = place.out("convert")
             m.warm(source)
             m.touch_memory(size + size // 4)
-            cost = m.mtpconv(name, source, target, "--quiet", *options)
+            cost = work(target)
             m.remove(target)
             return cost
 
-        return work
+        return go
 
-    def copy() -> m.Cost:
-        target = place.out("convert")
-        m.warm(hf)
-        m.touch_memory(size + size // 4)
-        cost = m.copy(hf, target)
-        m.remove(target)
-        return cost
+    def convert(name: str, source: Path, *options: str) -> Callable[[], m.Cost]:
+        return run(source, lambda target: m.mtpconv(name, source, target, "--quiet", *options))
 
-    costs = _rounds(place, {
-        "cp": copy,
+    return _rounds(place, {
+        "cp": run(hf, lambda target: m.copy(hf, target)),
         "hf2mcore_plain": convert("hf2mcore", hf, "--no-verify"),
         "mcore2hf_plain": convert("mcore2hf", mcore, "--no-verify"),
         "hf2mcore": convert("hf2mcore", hf),
         "mcore2hf": convert("mcore2hf", mcore),
-        "hf2mcore_one_job": convert("hf2mcore", hf, "--no-verify", "--jobs", "1"),
+        **{name: convert("hf2mcore", hf, *options) for name, options in more.items()},
     })  # fmt: skip
+
+
+_WAYS = ("hf2mcore_plain", "mcore2hf_plain", "hf2mcore", "mcore2hf")
+
+
+def conversion(place: Place) -> Figures:
+    """Both conversions against `cp` of the same bytes on the same filesystem."""
+    hf = place.large()
+    size = m.size_of(hf)
+    costs = _conversions(
+        place, hf, place.converted(), hf2mcore_one_job=("--no-verify", "--jobs", "1")
+    )
     figures: Figures = {"gigabytes": [size / 1e9]}
     cp = [c.wall for c in costs["cp"]]
     figures["cp GB/s"] = [size / 1e9 / w for w in cp]
     figures["cp CPU s/GB"] = [c.cpu / size * 1e9 for c in costs["cp"]]
-    for name in ("hf2mcore_plain", "mcore2hf_plain", "hf2mcore", "mcore2hf"):
+    for name in _WAYS:
         figures[f"{name} / cp"] = [c / r.wall for c, r in zip(cp, costs[name], strict=True)]
         figures[f"{name} CPU s/GB"] = [c.cpu / size * 1e9 for c in costs[name]]
         figures[f"{name} anonymous MB"] = [c.anonymous / 1e6 for c in costs[name]]
         figures[f"{name} resident MB"] = [c.resident / 1e6 for c in costs[name]]
     one, two = costs["hf2mcore_one_job"], costs["hf2mcore_plain"]
     figures["conversion two jobs / one"] = [a.wall / b.wall for a, b in zip(one, two, strict=True)]
+    return figures
+
+
+def coarse(place: Place) -> Figures:
+    """The same in a tenth of the tensors: what is paid for each byte, not for each tensor."""
+    hf, mcore = model.coarse(place.folder / "coarse"), place.folder / "coarse_mcore"
+    size = m.size_of(hf)
+    if not mcore.exists():
+        m.mtpconv("hf2mcore", hf, mcore, "--quiet", "--no-verify")
+    costs = _conversions(place, hf, mcore)
+    figures: Figures = {"coarse gigabytes": [size / 1e9]}
+    figures["coarse cp CPU s/GB"] = [c.cpu / size * 1e9 for c in costs["cp"]]
+    for name in _WAYS:
+        pairs = zip(costs["cp"], costs[name], strict=True)
+        figures[f"coarse {name} / cp"] = [a.wall / b.wall for a, b in pairs]
+        figures[f"coarse {name} CPU s/GB"] = [c.cpu / size * 1e9 for c in costs[name]]
     return figures
 
 
@@ -312,6 +336,6 @@ def _installed(module: str) -> bool:
 
 
 CASES: dict[str, Callable[[Place], Figures]] = {
-    "conversion": conversion, "memory": memory, "audit": audit, "planning": planning,
-    "starting": starting, "baselines": baselines,
+    "conversion": conversion, "coarse": coarse, "memory": memory, "audit": audit,
+    "planning": planning, "starting": starting, "baselines": baselines,
 }  # fmt: skip

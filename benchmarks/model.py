@@ -44,6 +44,12 @@ def large(folder: Path, hidden: int = 512) -> Path:
     return make_model(folder, {**published("deepseek-v3"), **WIDTHS, "hidden_size": hidden}, 8)
 
 
+def coarse(folder: Path) -> Path:
+    """About the same bytes in a tenth of the tensors, ten times as large."""
+    config = {**published("deepseek-v3"), **WIDTHS, "n_routed_experts": 24, "n_group": 8}
+    return make_model(folder, {**config, "moe_intermediate_size": 1520}, 8)
+
+
 def tiny(folder: Path, name: str, **changes: Any) -> Path:
     """All tensors of a published model with hardly a byte in them."""
     return make_model(folder, {**shrink(published(name)), **changes}, 8)

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import model
 from benchmarks.measure import ROOT, median, remove
-from mtpconv.convert import hf2mcore, mcore2hf, records, shards
+from mtpconv.convert import hf2mcore, mcore2hf, record_files, records, shards
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table import find_table
 from mtpconv.store.content import Files, blocks
@@ -120,36 +120,40 @@ def put(folder: Path, names: Sequence[str]) -> None:
 def hollow(names: Sequence[str]) -> Iterator[None]:
     """Conversions that copy only what holds one of these tensors; all else stays a hole."""
     wanted = set(names)
-    write, copy, usage = records._write_batch, shards._copy, shutil.disk_usage
+    write, copy, usage = record_files.write_batch, shards._copy, shutil.disk_usage
 
-    def write_batch(batch: Sequence[records.Placed], files: Files) -> Any:
+    def write_batch(batch: Sequence[records.Placed], files: Files) -> list[tuple[str, str]]:
         found = []
         for placed in batch:
             step, room = placed.record.step, placed.room
             if wanted & set(step.hf):
-                found += write([placed], files)[1]
+                found += write([placed], files)
                 continue
             prefix, suffix = room.frame.sealed(0)
-            os.pwrite(room.fd, prefix, room.start - len(prefix))
-            os.pwrite(room.fd, suffix, room.start + room.nbytes)
+            room.write(room.start - len(prefix), prefix)
+            room.write(room.start + room.nbytes, suffix)
             found += [(name, _NO_DIGEST) for name in step.hf]
-        return batch, found
+        return found
 
     def copy_batch(batch: Any, files: Files) -> Any:
         for tensor in batch.tensors:
             if tensor.name in wanted:
                 copy(batch._replace(tensors=[tensor]), files)
             elif tensor.what.spec.nbytes:  # its last byte: the file gets its length
-                os.pwrite(batch.fd, b"\0", tensor.at + tensor.what.spec.nbytes - 1)
+                batch.shard.write(tensor.at + tensor.what.spec.nbytes - 1, b"\0")
         return batch, []
 
-    setattr(records, "_write_batch", write_batch)  # noqa: B010
+    # Four times as large as else, for offsets beyond 4 GiB.
+    limit = record_files.FILE_LIMIT
+    setattr(record_files, "FILE_LIMIT", 4 * limit)  # noqa: B010
+    setattr(record_files, "write_batch", write_batch)  # noqa: B010
     setattr(shards, "_copy", copy_batch)  # noqa: B010
     setattr(shutil, "disk_usage", lambda p: usage(p)._replace(free=1 << 50))  # noqa: B010
     try:
         yield
     finally:
-        setattr(records, "_write_batch", write)  # noqa: B010
+        setattr(record_files, "FILE_LIMIT", limit)  # noqa: B010
+        setattr(record_files, "write_batch", write)  # noqa: B010
         setattr(shards, "_copy", copy)  # noqa: B010
         setattr(shutil, "disk_usage", usage)  # noqa: B010
 
@@ -218,7 +222,8 @@ disk, and what shows that it works at that size.
 `python -m benchmarks.scale` makes GLM-5.2 with its true shapes: {tensors:,} tensors, {tera:.3f} TB
 in {shards} shards. Files are sparse: headers, record frames and offsets are real, data are holes,
 except for {copied} tensors at the far ends (first, last, MTP glue, the last expert of MTP), which
-are really copied both ways and compared. Moving the other bytes is the only thing left out.
+are really copied both ways and compared. `.distcp` files are 8 GiB here and not 2, for offsets
+beyond 4 GiB. Moving the other bytes is the only thing left out.
 
 | stage | wall | CPU | anonymous memory |
 | --- | --- | --- | --- |
@@ -248,7 +253,7 @@ read once more by verification. A run takes as long as the slowest of disk and p
   the filesystem that all share; the first one commits. Shares are balanced to within one tensor
   (hf2mcore) or one shard (mcore2hf: {shards} shards, so more ranks than shards idle).
 - **Interruption**: with `--resume` finished files are taken over after their bytes were checked; a
-  file of hf2mcore has 8 GiB, so at most that much for each rank is done twice.
+  file of hf2mcore has 2 GiB, so at most that much for each rank and job is done twice.
 - **Verification** reads through the page cache. On one machine with less memory than the model
   nearly all of it comes from disk; with several ranks each reads what its neighbour wrote.
 
