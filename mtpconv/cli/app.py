@@ -144,6 +144,13 @@ def mcore2hf(
     ] = None,
     mapping: Mapping = None,
     drop_mtp: DropMtp = False,
+    frozen_vision: Annotated[
+        bool,
+        typer.Option(
+            help="The vision tower was not trained: leave Megatron's out and write the one that "
+            "travelled in hf_source."
+        ),
+    ] = False,
     fp8: Fp8 = "keep",
     overwrite: Overwrite = False,
     no_verify: NoVerify = False,
@@ -160,9 +167,9 @@ def mcore2hf(
     from mtpconv.cli.convert import run_mcore2hf
 
     run_mcore2hf(
-        src, dst, like=like, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8, overwrite=overwrite,
-        verify=not no_verify, dry_run=dry_run, jobs=jobs, resume=resume, log_format=log_format,
-        quiet=quiet,
+        src, dst, like=like, mapping=mapping, drop_mtp=drop_mtp, frozen_vision=frozen_vision,
+        fp8=fp8, overwrite=overwrite, verify=not no_verify, dry_run=dry_run, jobs=jobs,
+        resume=resume, log_format=log_format, quiet=quiet,
     )  # fmt: skip
 
 

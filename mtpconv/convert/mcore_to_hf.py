@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from mtpconv import __version__
 from mtpconv.convert.agreement import is_mtp_name
 from mtpconv.convert.arithmetic import computed_names, export_arithmetic, originals_of, undone
 from mtpconv.convert.configs import changed_config, config_bytes
-from mtpconv.convert.drop import DROP_HINT, droppable
+from mtpconv.convert.drop import droppable
 from mtpconv.convert.fp8 import (
     Fp8,
     bf16_inventory,
@@ -35,12 +34,17 @@ from mtpconv.convert.shards import Shard, shard_is_whole, write_shards
 from mtpconv.convert.snapshot import Snapshot, files_of
 from mtpconv.convert.target import check_space, check_target
 from mtpconv.convert.verify import require_accepted, require_crcs, verify_digests
-from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError, UsageError
-from mtpconv.mapping.check import check_plan, is_carried
+from mtpconv.convert.whole import (
+    carried_beside,
+    require_same_inventory,
+    require_two_towers,
+    require_whole,
+)
+from mtpconv.errors import RefusedError, UnreadableError, UsageError
+from mtpconv.mapping.check import check_plan
 from mtpconv.mapping.layouts import detect_layout
 from mtpconv.mapping.plan import make_plan
 from mtpconv.progress import Progress
-from mtpconv.ranges import compress
 from mtpconv.store.arithmetic import Undone
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Pieced
@@ -63,7 +67,7 @@ from mtpconv.store.source import (
     read_source,
     write_bytes,
 )
-from mtpconv.view import HfView, describe_missing
+from mtpconv.view import HfView
 
 #: Small files that say what a torch_dist folder holds.
 DESCRIPTIONS = frozenset({METADATA, CONFIG, COMMON})
@@ -104,6 +108,8 @@ class McoreToHf:
     #: shards to write, by file name
     headers: dict[str, ShardHeader]
     drop_mtp: bool
+    #: Megatron's tensors of a vision tower that was frozen, left out
+    vision: tuple[str, ...]
     #: True if shards and index are those of the source, byte for byte
     same_files: bool
 
@@ -125,9 +131,12 @@ def plan_mcore2hf(
     like: Path | None = None,
     mapping: Path | None = None,
     drop_mtp: bool = False,
+    frozen_vision: bool = False,
     fp8: str = "keep",
 ) -> McoreToHf:
     """Open and check a torch_dist checkpoint; everything that can be refused is refused here.
+
+    `frozen_vision`: as `mcore2hf`.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError.
     """
@@ -160,10 +169,11 @@ def plan_mcore2hf(
         stored = bf16_inventory(stored, quantised)
     gone = [n for n in stored if n.removesuffix(SCALE) in mtp]
     left = {n: spec for n, spec in stored.items() if n not in set(gone)}
-    _require_whole(view, source, drop_mtp=drop_mtp)
+    vision = require_two_towers(view, source) if frozen_vision else ()
+    require_whole(view, source, drop_mtp=drop_mtp, left_out=frozenset(vision))
     if stored:
         headers = shards_of(origin.headers, left)
-        _require_same_inventory(view, content, headers, origin, source, gone)
+        require_same_inventory(view, content, headers, origin, source, gone)
     else:
         headers = make_headers(origin.path, {n: view.tensors[n] for n in plan.hf})
     config = changed_config(
@@ -171,7 +181,17 @@ def plan_mcore2hf(
     )
     same = bool(stored) and headers == dict(origin.headers)
     return McoreToHf(
-        view, back, content, origin, frozenset(quantised), mode, config, headers, drop_mtp, same
+        view,
+        back,
+        content,
+        origin,
+        frozenset(quantised),
+        mode,
+        config,
+        headers,
+        drop_mtp,
+        vision,
+        same,
     )
 
 
@@ -182,6 +202,7 @@ def mcore2hf(
     like: Path | None = None,
     mapping: Path | None = None,
     drop_mtp: bool = False,
+    frozen_vision: bool = False,
     fp8: str = "keep",
     overwrite: bool = False,
     verify: bool = True,
@@ -200,6 +221,9 @@ def mcore2hf(
     get their kept codes and scales; those that did are quantised under kept scales (`keep`) or
     fresh ones (`requantise`); or all are written as BF16 (`bf16`).
 
+    With `frozen_vision` a vision tower that travelled beside is written in place of Megatron's,
+    which no table translates.
+
     Law: with unchanged weights every file has the bytes of the original.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError, WriteError.
@@ -208,7 +232,9 @@ def mcore2hf(
     progress, ranks = progress or Progress(), ranks or Ranks()
     check_target(target, places_read(source, like, mapping, links=False), overwrite=overwrite)
     snapshot = Snapshot(checkpoint_files(source))
-    work = plan_mcore2hf(source, like=like, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8)
+    work = plan_mcore2hf(
+        source, like=like, mapping=mapping, drop_mtp=drop_mtp, frozen_vision=frozen_vision, fp8=fp8
+    )
     beside = Snapshot(work.source.files_read)
     memory = memory_need(len(work.names), TO_HF, jobs, ranks)
     reads = places_read(source, like, work.source.path, mapping)
@@ -274,69 +300,6 @@ def write_rest(work: McoreToHf, folder: Path) -> None:
             write_bytes(folder / index, index_bytes(work.headers))
 
 
-def _require_whole(view: HfView, source: Path, *, drop_mtp: bool) -> None:
-    """Both sides hold the same tensors; with `drop_mtp`, MTP apart and nothing else."""
-    for line in view.remarks(ours=True):  # somebody else's tensors, by name
-        raise UnsupportedError(line)
-    if view.missing:
-        mtp = [n for n in view.missing if is_mtp_name(view.plan, n)]
-        hint = f"; the config promises MTP: take a checkpoint that has it, {DROP_HINT}"
-        text = describe_missing(view, view.missing)
-        raise RefusedError(
-            text + (hint if mtp else "; the checkpoint is not whole or of another model")
-        )
-    unmapped = [k for k in view.unmapped if not (drop_mtp and k.startswith("mtp."))]
-    if unmapped:
-        mtp = [k for k in unmapped if k.startswith("mtp.")]
-        text = f"{source}: M05 {len(unmapped)} Megatron tensors are not in the table"
-        if mtp and not view.plan.geometry.depths:
-            text += ", MTP that config.json does not promise"
-        raise RefusedError(
-            f"{text}: {compress(unmapped, 4)}; nothing is converted, so that nothing is lost"
-            + (f"; correct the config given with --like, {DROP_HINT}" if mtp else "")
-        )
-    padding = list(view.nonzero_padding())
-    if padding:
-        name, rows = padding[0]
-        raise RefusedError(
-            f"{source}: {name}: {rows} rows beyond the config's vocabulary are not zero; they were "
-            "trained, and cutting them would lose them; correct vocab_size in the config"
-        )
-
-
-def _require_same_inventory(
-    view: HfView,
-    content: Pieced,
-    headers: dict[str, ShardHeader],
-    origin: HfSource,
-    source: Path,
-    dropped: Collection[str],
-) -> None:
-    wanted = {n: spec for h in headers.values() for n, spec in h.tensors.items()}
-    table = view.plan.table
-    unknown = [n for n in wanted if n not in content.tensors]
-    if unknown:
-        carried = [n for n in unknown if is_carried(table, n)]
-        hint = "; pass the saved hf_source folder with --like, it has them" if carried else ""
-        raise RefusedError(
-            f"{origin.path}: {len(unknown)} tensors of its shards are not in the checkpoint: "
-            f"{compress(unknown, 4)}{hint}"
-        )
-    extra = [n for n in content.tensors if n not in wanted and n not in dropped]
-    if extra:
-        raise RefusedError(
-            f"{source}: {len(extra)} tensors have no place in the shards of {origin.path}: "
-            f"{compress(extra, 4)}"
-        )
-    for name, spec in wanted.items():
-        have = content.tensors[name]
-        if have != spec:
-            raise RefusedError(
-                f"{source}: {name} is {have.dtype} {list(have.shape)}, in {origin.path} it is "
-                f"{spec.dtype} {list(spec.shape)}; mtpconv does not cast"
-            )
-
-
 def _write_shards(
     work: McoreToHf, out: Output, source: str, crew: Crew, progress: Progress, *, digest: bool
 ) -> dict[str, str]:
@@ -389,6 +352,11 @@ def outcome_of(
     notes = [*file_notes(work.source.others)]
     if work.drop_mtp:
         notes.append("MTP was left out as asked; the config now says 0")
+    if work.vision:
+        notes.append(
+            f"warning: {len(work.vision)} tensors of Megatron's vision tower were left out as "
+            f"asked; the {len(carried_beside(work.view))} written are those of before training"
+        )
     stored = work.view.checkpoint
     if isinstance(stored, MegatronCheckpoint) and stored.ignored:
         notes.append(f"optimizer state ({stored.ignored} entries) has no place in HF: left out")

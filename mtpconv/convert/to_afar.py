@@ -46,6 +46,7 @@ def mcore2hf_afar(
     like: Path | None = None,
     mapping: Path | None = None,
     drop_mtp: bool = False,
+    frozen_vision: bool = False,
     fp8: str = "keep",
     overwrite: bool = False,
     verify: bool = True,
@@ -66,7 +67,9 @@ def mcore2hf_afar(
     if there and not overwrite:
         raise UsageError(f"{url}: holds {len(there)} files; pass --overwrite or name another")
     snapshot = Snapshot(checkpoint_files(source))
-    work = plan_mcore2hf(source, like=like, mapping=mapping, drop_mtp=drop_mtp, fp8=fp8)
+    work = plan_mcore2hf(
+        source, like=like, mapping=mapping, drop_mtp=drop_mtp, frozen_vision=frozen_vision, fp8=fp8
+    )
     memory = memory_need(len(work.names), TO_HF, jobs, Ranks())
     if dry_run:
         return outcome_of(work, source, Path(url), memory=memory, dry_run=True)

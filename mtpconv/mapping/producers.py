@@ -65,6 +65,14 @@ _FILES = {
     "../args.json": Trait("ms-swift"),
 }
 
+#: Vision towers, which no table translates: Megatron-Bridge and LLaVA; mcore-bridge.
+_VISION = re.compile(r"(vision_model|vision_projection|visual)\.")
+
+
+def is_vision(key: str) -> bool:
+    """True for Megatron keys of a vision tower."""
+    return _VISION.match(key) is not None
+
 
 def traits(keys: Collection[str], files: Collection[str] = ()) -> tuple[Trait, ...]:
     """What keys and file names show, each trait once."""
