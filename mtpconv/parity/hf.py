@@ -103,7 +103,7 @@ def load_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfMode
     weights, geometry = _open(folder)
     if weights.has_fp8:  # transformers would take codes for numbers
         return _loaded(empty_hf(folder, dtype, device), device)
-    with _quiet():
+    with quiet():
         try:
             trunk, info = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -144,7 +144,7 @@ def empty_hf(folder: Path, dtype: str = "float32", device: str = "cpu") -> HfMod
     from transformers import AutoModelForCausalLM
 
     weights, geometry = _open(folder)
-    with _quiet():
+    with quiet():
         config = hf_config(geometry.config)
         with torch.device("meta"):
             trunk = AutoModelForCausalLM.from_config(
@@ -208,7 +208,7 @@ def heads(model: HfModel, tokens: Any) -> dict[str, Any]:
     """
     import torch
 
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), quiet():
         row = tokens[None].to(next(iter(model.decoder.rotary_emb.buffers())).device)
         hidden = model.decoder(row, use_cache=False).last_hidden_state
         logits = {"trunk": model.trunk.lm_head(hidden)}
@@ -294,7 +294,7 @@ def _transformers_mtp(trunk: Any, count: int) -> Any:
         trunk.config.get_mtp_config()
     except (ImportError, AttributeError, ValueError):
         return None
-    with _like(trunk), _quiet():
+    with _like(trunk), quiet():
         model = MtpModel(trunk, count)
     return model.eval().requires_grad_(False)
 
@@ -345,7 +345,7 @@ def _like(trunk: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Transformers prints load reports and progress bars; parity reports what matters itself."""
     from transformers.utils import logging
 

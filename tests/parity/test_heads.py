@@ -35,10 +35,12 @@ def test_both_sides_give_the_same_logits(megatron_cpu: None, tmp_path: Path, nam
         right = mcore_forward.heads(model, tokens)
     depths = read_geometry(config).depths
     assert list(left) == list(right) == ["trunk", *(f"depth {d}" for d in range(depths))]
+    # The norm of a delta net divides by states that may be next to nothing.
+    near = 5e-4 if model.settings.delta_nets else 5e-5
     for head, logits in left.items():
         assert logits.shape == right[head].shape
         assert logits.std() > 0.5
-        assert torch.allclose(logits, right[head], atol=5e-5, rtol=0), head
+        assert torch.allclose(logits, right[head], atol=near, rtol=0), head
     assert settle.ties.settled < 0.05 * max(1, settle.ties.rows)
 
 

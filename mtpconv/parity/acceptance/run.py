@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpconv.errors import UnsupportedError, UsageError
-from mtpconv.geometry import read_geometry
+from mtpconv.geometry import Geometry
 from mtpconv.parity import runtime
 from mtpconv.parity.acceptance.cost import Cost, measure_cost
 from mtpconv.parity.acceptance.drafts import Drafter, ModelDrafter, MtpDrafter, NgramDrafter
@@ -29,6 +29,7 @@ from mtpconv.parity.acceptance.verify import (
     continue_drafting,
     continue_plainly,
 )
+from mtpconv.parity.families import geometry_of
 from mtpconv.parity.settings import read_settings
 from mtpconv.parity.tokens import Tokens, has_tokenizer, load_tokenizer, token_rows
 from mtpconv.store.source import read_source
@@ -45,6 +46,7 @@ class _Checkpoint:
     kind: str
     config: dict[str, Any]
     files: Path
+    geometry: Geometry
 
 
 def run_acceptance(checkpoint: Path, options: AcceptanceOptions | None = None) -> AcceptanceReport:
@@ -58,7 +60,7 @@ def run_acceptance(checkpoint: Path, options: AcceptanceOptions | None = None) -
     runtime.require("torch", "transformers")
     _check(options)
     found = _find(checkpoint, options.like)
-    geometry = read_geometry(found.config)
+    geometry = found.geometry
     if options.draft == "mtp" and not geometry.depths:
         raise UnsupportedError(
             f"{checkpoint}: the config promises no MTP depth, so there is nothing to draft with; "
@@ -109,7 +111,9 @@ def _find(path: Path, like: Path | None) -> _Checkpoint:
     """Config and files of a checkpoint, whichever format it has."""
     shards = any(path.glob("*.safetensors")) if path.is_dir() else False
     source = read_source(path if shards or like is None else like)
-    return _Checkpoint(path, "hf" if shards else "torch_dist", source.config, source.files_root)
+    geometry = geometry_of(source.config, source.names)
+    kind = "hf" if shards else "torch_dist"
+    return _Checkpoint(path, kind, source.config, source.files_root, geometry)
 
 
 def _check_room(prompts: Tokens, tokens: int, limit: int) -> None:
@@ -134,7 +138,7 @@ def open_speaker(found: _Checkpoint, options: AcceptanceOptions) -> Iterator[Spe
         finally:
             model.close()
         return
-    settings = read_settings(read_geometry(found.config))
+    settings = read_settings(found.geometry)
     mcore.require_support(settings)
     with runtime.session(device):
         built = mcore.build(settings, dtype)
@@ -202,7 +206,7 @@ def _divergence(
 def _cost(found: _Checkpoint, options: AcceptanceOptions, depth: int) -> Cost:
     """The cost of a wider pass; the weights do not matter to it, so random ones do."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from mtpconv.parity import hf
 
@@ -213,14 +217,15 @@ def _cost(found: _Checkpoint, options: AcceptanceOptions, depth: int) -> Cost:
     else:
         torch.manual_seed(0)
         trunk = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**found.config),
+            hf.hf_config(found.config),
             dtype=getattr(torch, dtype),
             attn_implementation="eager",
             experts_implementation="eager",
         )
-        model = hf.with_depths(trunk.to(device).eval(), read_geometry(found.config), dtype=dtype)
+        model = hf.with_depths(trunk.to(device).eval(), found.geometry, dtype=dtype)
     room = model.geometry.dim("max_position_embeddings") - depth - 1
-    return measure_cost(model, min(COST_CONTEXT, room), depth + 1)
+    with hf.quiet():
+        return measure_cost(model, min(COST_CONTEXT, room), depth + 1)
 
 
 def _speedup(measured: Measurement, cost: Cost | None, draft_cost: float | None) -> float | None:

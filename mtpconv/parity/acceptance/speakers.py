@@ -51,7 +51,7 @@ class HfSpeaker:
         """Hidden states, and logits of the last positions."""
         import torch
 
-        with torch.no_grad():
+        with torch.no_grad(), hf.quiet():
             row = _row(tokens, self._device)
             hidden = self.model.decoder(row, use_cache=False).last_hidden_state
             return hidden[0], self.model.trunk.lm_head(hidden[0, -last:]).float().cpu()
@@ -60,7 +60,7 @@ class HfSpeaker:
         """Hidden states of a depth, and logits of the last position."""
         import torch
 
-        with torch.no_grad():
+        with torch.no_grad(), hf.quiet():
             row = _row(following, self._device)
             out = hf.depth_hidden(self.model, number, hidden[None], row)[0]
             return out, self.model.trunk.lm_head(out[-1]).float().cpu()
