@@ -259,7 +259,7 @@ def mcore2hf(
         ranks.gather("described", None)
         if verify:
             specs = {n: work.content.tensors[n] for n in work.names}
-            written = open_hf(out.folder)
+            written = open_hf(out.folder, expected=work.headers)
             require_sound(written)
             require_accepted([h.file for h in written.shards.values()])
             verify_digests(written, specs, digests, progress, ranks=ranks, jobs=crew.jobs)

@@ -70,8 +70,15 @@ class HfCheckpoint:
         return (Run(0, end - begin, header.file, header.data_start + begin),)
 
 
-def open_hf(path: Path, *, compare_duplicates: bool = True) -> HfCheckpoint:
+def open_hf(
+    path: Path,
+    *,
+    compare_duplicates: bool = True,
+    expected: Mapping[str, ShardHeader] | None = None,
+) -> HfCheckpoint:
     """Opens a HuggingFace folder; faults of single files become problems.
+
+    `expected` are headers that shards probably have: those are not parsed again.
 
     `compare_duplicates=False` reads headers only; a tensor that stands in two files with the
     same dtype and shape is then a warning that says its bytes were not compared.
@@ -87,7 +94,7 @@ def open_hf(path: Path, *, compare_duplicates: bool = True) -> HfCheckpoint:
     if not found and not index.weight_map and index.name is None:
         raise UnreadableError(_nothing_here(path))
     wanted = _indexed_files(index.weight_map, problems)
-    shards, unread = _read_shards(path, found, wanted, problems)
+    shards, unread = _read_shards(path, sorted({*found, *wanted}), wanted, expected or {}, problems)
     where = _locate(shards, index, problems, compare_duplicates)
     if not unread:
         _check_total_size(index, shards, where, problems)
@@ -201,15 +208,19 @@ def _indexed_files(weight_map: Mapping[str, str], problems: list[Problem]) -> di
 
 
 def _read_shards(
-    path: Path, found: Sequence[str], wanted: Mapping[str, list[str]], problems: list[Problem]
+    path: Path,
+    files: Sequence[str],
+    wanted: Mapping[str, list[str]],
+    expected: Mapping[str, ShardHeader],
+    problems: list[Problem],
 ) -> tuple[dict[str, ShardHeader], dict[str, tuple[str, ...]]]:
     shards: dict[str, ShardHeader] = {}
     unread: dict[str, tuple[str, ...]] = {}
-    for file in sorted({*found, *wanted}):
+    for file in files:
         inside = tuple(sorted(wanted.get(file, ())))
         if not outside(file):
             try:
-                shards[file] = read_header(path / file)
+                shards[file] = read_header(path / file, expected.get(file))
                 continue
             except UnreadableError as error:
                 problems.append(_unreadable(path / file, file, inside, str(error)))

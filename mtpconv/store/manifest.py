@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
@@ -225,6 +226,7 @@ def read_manifest(path: Path) -> Manifest:
 def _rows(rows: object, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     tensors: dict[str, TensorSpec] = {}
     digests: dict[str, str] = {}
+    specs: dict[TensorSpec, TensorSpec] = {}  # few differ: said once each, as in the headers
     if not isinstance(rows, list):
         _refuse(path, "tensors is not a list")
     for row in rows:
@@ -242,7 +244,8 @@ def _rows(rows: object, path: Path) -> tuple[dict[str, TensorSpec], dict[str, st
             or not _is_hex(digest)
         ):
             _refuse(path, f"{name[:200]!r} has no valid dtype, shape or digest")
-        tensors[name] = TensorSpec(dtype, tuple(shape))
+        name, spec = sys.intern(name), TensorSpec(dtype, tuple(shape))
+        tensors[name] = specs.setdefault(spec, spec)
         digests[name] = digest
     return tensors, digests
 

@@ -109,6 +109,23 @@ def test_header_bytes_are_kept_exactly(tmp_path: Path) -> None:
     assert header.data_start == len(text) - sum(len(e[2]) for e in ENTRIES.values())
 
 
+def test_an_expected_header_is_believed_only_if_it_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(shard_bytes(ENTRIES))
+    first = read_header(file)
+    copy = tmp_path / "b.safetensors"
+    copy.write_bytes(file.read_bytes())
+    again = read_header(copy, first)
+    assert again == read_header(copy)
+    assert again.tensors is first.tensors
+    other = {**ENTRIES, "lm_head.weight": ("F8_E5M2", [3], b"abc")}
+    copy.write_bytes(shard_bytes(other))
+    assert read_header(copy, first).tensors["lm_head.weight"].dtype == "F8_E5M2"
+    copy.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UnreadableError, match="truncated"):
+        read_header(copy, first)
+
+
 def test_payload_order_may_differ_from_header_order(tmp_path: Path) -> None:
     header = {
         "__metadata__": {"format": "pt"},
