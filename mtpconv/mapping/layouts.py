@@ -19,7 +19,7 @@ from math import prod
 from mtpconv.errors import UsageError
 from mtpconv.geometry import Geometry
 from mtpconv.mapping.plan import Plan, Step
-from mtpconv.mapping.stored import Kept, Reordered, restored
+from mtpconv.mapping.stored import Halved, Kept, Reordered, restored
 from mtpconv.mapping.table import mappings_folder
 from mtpconv.tensors import Shape
 
@@ -58,9 +58,10 @@ class Dialect:
     rules: tuple[Respelling, ...]
     #: only ever found, never written: no Megatron was seen to load it as torch_dist
     read_only: bool = False
-    #: what is stored as HF has it, and what in another order
+    #: what is stored as HF has it, what in another order, and what in halves
     kept: tuple[Kept, ...] = ()
     reordered: tuple[Reordered, ...] = ()
+    halved: tuple[Halved, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ class Layout:
 
 #: Order matters: a layer axis comes before an expert axis. All of `mappings/layouts`.
 DIALECTS = (
-    "stacked_layers", "stacked_experts", "grouped_gemm", "local_spec_mla", "local_spec_gqa",
-    "local_modules_gqa", "mtp_model_layer", "hybrid_layers", "slime_linear_attention",
-    "slime_indexer", "mcore_bridge_modules", "language_model",
+    "stacked_layers", "stacked_experts", "grouped_gemm", "singleton_local_shards",
+    "local_spec_mla", "local_spec_gqa", "local_modules_gqa", "mtp_model_layer", "hybrid_layers",
+    "slime_linear_attention", "slime_indexer", "mcore_bridge_modules", "language_model",
 )  # fmt: skip
 _NUMBER = re.compile(r"\{(\d+)\*(?:layer|expert)(?:\+(\d+))?\}")
 
@@ -121,12 +122,13 @@ def read_dialect(name: str) -> Dialect:
         name,
         raw["about"],
         tuple(raw.get("excludes", ())),
-        tuple(_rule(r) for r in raw["respell"]),
+        tuple(_rule(r) for r in raw.get("respell", ())),
         raw.get("read_only") is True,
         tuple(Kept(r["hf"], r["to"]) for r in raw.get("kept", ())),
         tuple(
             Reordered(r["key"], r["op"], tuple(r.get("only", ()))) for r in raw.get("reordered", ())
         ),
+        tuple(Halved(r["key"], tuple(r["ends"])) for r in raw.get("halved", ())),
     )
 
 
@@ -205,6 +207,7 @@ def as_stored(plan: Plan, layout: Layout) -> Plan:
         plan,
         [rule for dialect in layout.dialects for rule in dialect.kept],
         [rule for dialect in layout.dialects for rule in dialect.reordered],
+        [rule for dialect in layout.dialects for rule in dialect.halved],
     )
 
 

@@ -68,6 +68,50 @@ class Transposed(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class Half(Op):
+    """The first or the second half of the rows that `op` makes."""
+
+    op: Op
+    index: int
+    name: ClassVar[str] = "half"
+    partial: ClassVar[bool] = True
+
+    def _shape(self, operands: Sequence[Shape]) -> Shape:
+        shape = self.op.shape(operands)
+        if not shape or shape[0] % 2:
+            raise ShapeError(f"half: {shape} has no two halves")
+        return (shape[0] // 2, *shape[1:])
+
+    def _moves(self, operands: Sequence[Shape]) -> list[Move]:
+        rows = self.shape(operands)[0]
+        found = []
+        for move in self.op.moves(operands):
+            at = move.mcore.offsets[0] - self.index * rows
+            first, end = max(at, 0), min(at + move.mcore.sizes[0], rows)
+            if first < end:
+                skip = first - at
+                # Leading axes of size 1 stand on the HF side only: one expert of all.
+                axis = len(move.hf.sizes) - len(move.mcore.sizes)
+                hf = _stretch(move.hf, axis, move.hf.offsets[axis] + skip, end - first)
+                found.append(Move(move.operand, hf, _stretch(move.mcore, 0, first, end - first)))
+        return found
+
+
+def _stretch(box: Box, axis: int, first: int, size: int) -> Box:
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[axis], sizes[axis] = first, size
+    return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Halved:
+    """Rows stored in two halves: how their keys end, and what follows for each half."""
+
+    key: str
+    ends: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Kept:
     """HF tensors stored as they are: how their names start in a layer, and the key there."""
 
@@ -96,14 +140,23 @@ REORDERINGS: Mapping[str, Callable[[Op, Geometry], Op]] = {
 }
 
 
-def restored(plan: Plan, kept: Sequence[Kept], reordered: Sequence[Reordered]) -> Plan:
+#: What makes a tensor of gate and up, halves that Megatron may store apart.
+_GATED = ("concat", "slice")
+
+
+def restored(
+    plan: Plan,
+    kept: Sequence[Kept],
+    reordered: Sequence[Reordered],
+    halved: Sequence[Halved] = (),
+) -> Plan:
     """The plan of a checkpoint that stores content by these rules; `plan` itself without any.
 
     Law: the same HF names with the same specs.
     """
     model_type = plan.geometry.model_type
     orders = {r.key: r.op for r in reordered if not r.only or model_type in r.only}
-    if not kept and not orders:
+    if not kept and not orders and not halved:
         return plan
     steps: list[Step] = []
     done: set[str] = set()
@@ -112,6 +165,7 @@ def restored(plan: Plan, kept: Sequence[Kept], reordered: Sequence[Reordered]) -
     for step in plan.steps:
         rule = next((k for k in kept if step.row.hf[0].startswith(k.hf)), None)
         word = orders.get(step.row.key)
+        cut = next((h for h in halved if step.row.key.endswith(h.key)), None)
         if rule is not None:
             # Several steps may share one HF tensor: each takes a part of it.
             steps += (s for s in _as_in_hf(step, rule, copy) if s.hf[0] not in done)
@@ -121,6 +175,8 @@ def restored(plan: Plan, kept: Sequence[Kept], reordered: Sequence[Reordered]) -
             if at not in ops:
                 ops[at] = REORDERINGS[word](step.op, plan.geometry)
             steps.append(replace(step, op=ops[at]))
+        elif cut is not None and step.op.name in _GATED:
+            steps += _halves(step, cut, copy, ops)
         else:
             steps.append(step)
     return replace(plan, steps=tuple(steps))
@@ -133,3 +189,16 @@ def _as_in_hf(step: Step, rule: Kept, copy: Op) -> Iterator[Step]:
         key = rule.to + tail.removeprefix(rule.hf)
         row = Row(step.row.block, key, copy.name, (tail,), step.row.where)
         yield Step(prefix + key, copy, (name,), (spec,), step.region, row)
+
+
+def _halves(step: Step, rule: Halved, copy: Op, ops: dict[tuple[str, int], Op]) -> Iterator[Step]:
+    """Two steps for one: gate and up."""
+    apart = step.op.name == "concat" and len(step.hf) == 2
+    for index, end in enumerate(rule.ends):
+        at = (end, id(step.op))
+        if at not in ops:
+            ops[at] = copy if apart else Half(step.op, index)
+        mine = slice(index, index + 1) if apart else slice(None)
+        op, key = ops[at], step.row.key + end
+        row = Row(step.row.block, key, op.name, step.row.hf[mine], step.row.where)
+        yield Step(step.key + end, op, step.hf[mine], step.specs[mine], step.region, row)

@@ -23,7 +23,7 @@ from mtpconv.mapping.layouts import (
 )
 from mtpconv.mapping.ops import Concat, Copy, Op, ShapeError, Slice
 from mtpconv.mapping.plan import Plan, make_plan
-from mtpconv.mapping.stored import REORDERINGS, RopeLast, Transposed
+from mtpconv.mapping.stored import REORDERINGS, Half, RopeLast, Transposed
 from mtpconv.mapping.table import find_table
 from mtpconv.tensors import Shape
 from tests.mapping.toy import config
@@ -64,6 +64,27 @@ def test_law_forward_and_backward_undo_each_other(case: Case, seed: int) -> None
     np.testing.assert_array_equal(op.forward(op.backward(made, shapes)), made)
 
 
+@given(small, small, small, st.booleans(), st.integers(0, 1 << 30))
+def test_law_two_halves_tile_what_they_are_halves_of(
+    half: int, columns: int, entry: int, packed: bool, seed: int
+) -> None:
+    shapes: list[Shape] = [(half, columns), (half, columns)]
+    op: Op = Concat()
+    if packed:
+        op, shapes = Slice(entry - 1), [(entry, 2 * half, columns)]
+    random = np.random.default_rng(seed)
+    operands = [random.integers(1, 1 << 16, s, dtype=np.uint16) for s in shapes]
+    halves = [Half(op, index) for index in (0, 1)]
+    made = [h.forward(operands) for h in halves]
+    np.testing.assert_array_equal(np.concatenate(made), op.forward(operands))
+    assert [m.shape for m in made] == [h.shape(shapes) for h in halves]
+    whole = op.backward(op.forward(operands), shapes)
+    back = [h.backward(m, shapes) for h, m in zip(halves, made, strict=True)]
+    for first, second, wanted in zip(*back, whole, strict=True):
+        assert not (first * second).any()
+        np.testing.assert_array_equal(first + second, wanted)
+
+
 def test_rope_last_turns_every_head() -> None:
     rows = np.arange(10, dtype=np.uint16).reshape(10, 1)
     assert RopeLast(5, 2).forward([rows]).ravel().tolist() == [2, 3, 4, 0, 1, 7, 8, 9, 5, 6]
@@ -81,7 +102,8 @@ def test_transposed_is_what_numpy_transposes() -> None:
 @pytest.mark.parametrize(
     ("op", "shape"),
     [(RopeLast(4, 4), (4,)), (RopeLast(4, 0), (4,)), (RopeLast(4, 2), (6,)), (RopeLast(4, 2), ()),
-     (Transposed(Copy()), (3,)), (Transposed(Copy()), (1, 2, 3))],
+     (Half(Copy(), 0), (3,)), (Half(Copy(), 1), ()), (Transposed(Copy()), (3,)),
+     (Transposed(Copy()), (1, 2, 3))],
 )  # fmt: skip
 def test_shape_laws_are_refused(op: Op, shape: Shape) -> None:
     with pytest.raises(ShapeError, match=f"^{op.name}"):
@@ -97,13 +119,18 @@ def test_shape_laws_are_refused(op: Op, shape: Shape) -> None:
         (plan_of("qwen3-next-80b-a3b"), "mcore_bridge_modules"),
         (plan_of("qwen3.6-27b-text"), "mcore_bridge_modules"),
         (make_plan(config(), find_table("glm_moe_dsa")), "slime_indexer"),
+        (make_plan(config(), find_table("glm_moe_dsa")), "singleton_local_shards"),
+        (make_plan(config(), find_table("glm_moe_dsa")), "grouped_gemm"),
+        (plan_of("qwen3.5-35b-a3b-text"), "singleton_local_shards"),
         (make_plan(config("deepseek_v32"), find_table("deepseek_v32")), "slime_indexer"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.geometry.model_type,
 )
 def test_a_dialect_is_recognised_and_breaks_no_rule(plan: Plan, dialect: str) -> None:
-    for names in ((dialect,), (dialect, "stacked_experts"), (dialect, "mtp_model_layer")):
-        layout = layout_of(names)
+    for other in (dialect, "stacked_experts", "mtp_model_layer", "language_model"):
+        if other in read_dialect(dialect).excludes:
+            continue
+        layout = layout_of([dialect, other])
         there = as_stored(plan, layout)
         assert there.hf == plan.hf
         assert there.regions == plan.regions
@@ -137,5 +164,7 @@ def test_dialects_name_rows_and_words_that_exist() -> None:
         for order in dialect.reordered:
             assert order.op in REORDERINGS
             assert order.key in {row.key for row in rows}
+        for cut in dialect.halved:
+            assert any(row.key.endswith(cut.key) and row.op == "concat" for row in rows)
         for kept in dialect.kept:
             assert any(name.startswith(kept.hf) for row in rows for name in row.hf)

@@ -11,7 +11,7 @@ from mtpconv.mapping.ops import Concat, Copy
 from mtpconv.mapping.stored import Transposed
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.megatron
 
 EXPERTS, HIDDEN, FFN = 3, 8, 4
 

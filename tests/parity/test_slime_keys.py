@@ -8,8 +8,7 @@ from mtpconv.mapping.layouts import addresses, as_stored, layout_of
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table import find_table
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.megatron
 
 SIZES = {
     "hidden_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
