@@ -9,6 +9,7 @@ import pytest
 
 from mtpconv.mapping.ops import Concat, Copy
 from mtpconv.mapping.stored import Transposed
+from mtpconv.parity import runtime
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.megatron
@@ -34,12 +35,12 @@ def grouped_mlp(monkeypatch: pytest.MonkeyPatch) -> Any:
     return experts.GroupedMLP(EXPERTS, config, groups)
 
 
-def test_packed_experts_are_torch_dists_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_experts_are_torch_dists_transposed(
+    megatron_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron.core.dist_checkpointing.mapping import apply_factories
 
-    from mtpconv.parity import runtime
-
-    with runtime.session("cpu"), runtime.quiet():
+    with runtime.quiet():
         module = grouped_mlp(monkeypatch)
         state = module.sharded_state_dict("mlp.experts.")
         apply_factories(state)

@@ -19,7 +19,7 @@ MODELS = {"deepseek_v3": configs.DEEPSEEK_V3, "glm4_moe": configs.GLM4_MOE}
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_same_files_come_back(tmp_path: Path, model: str) -> None:
+def test_the_same_files_come_back(megatron_cpu: None, tmp_path: Path, model: str) -> None:
     from megatron.core import dist_checkpointing
 
     config = {**MODELS[model], "dtype": "float32", "moe_layer_freq": 1}
@@ -28,7 +28,7 @@ def test_the_same_files_come_back(tmp_path: Path, model: str) -> None:
     saved = tmp_path / "later" / "iter_0000001"
     saved.mkdir(parents=True)
     metadata = {"non_homogeneous_layers": True, "singleton_local_shards": True}
-    with runtime.session("cpu"), runtime.quiet():
+    with runtime.quiet():
         live = mcore.build(config)
         mcore.load(live, tmp_path / "mcore" / "release")
         mcore.set_dialect(live, "te")

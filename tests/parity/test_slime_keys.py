@@ -7,6 +7,7 @@ import pytest
 from mtpconv.mapping.layouts import addresses, as_stored, layout_of
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table import find_table
+from mtpconv.parity import runtime
 
 pytestmark = pytest.mark.megatron
 
@@ -19,7 +20,7 @@ EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 
 LAYER = "decoder.layers.0.self_attention."
 
 
-def test_the_layout_has_megatrons_own_keys_and_shapes() -> None:
+def test_the_layout_has_megatrons_own_keys_and_shapes(megatron_cpu: None) -> None:
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_config import TransformerConfig
     from transformers import Qwen3NextConfig
@@ -27,8 +28,6 @@ def test_the_layout_has_megatrons_own_keys_and_shapes() -> None:
         Qwen3NextGatedDeltaNet,
         Qwen3NextRMSNorm,
     )
-
-    from mtpconv.parity import runtime
 
     class Attention(MegatronModule):
         """As slime_plugins/models/hf_attention.py and qwen3_next.py put it together."""
@@ -40,7 +39,7 @@ def test_the_layout_has_megatrons_own_keys_and_shapes() -> None:
             self.linear_attn = Qwen3NextGatedDeltaNet(Qwen3NextConfig(**SIZES, **HEADS), 0)
             self.input_layernorm = Qwen3NextRMSNorm(16)
 
-    with runtime.session("cpu"), runtime.quiet():
+    with runtime.quiet():
         state = Attention().sharded_state_dict(prefix=LAYER)
     written = {value.key: tuple(value.global_shape) for value in state.values()}
     raw = SIZES | HEADS | EXPERTS | {
