@@ -66,10 +66,10 @@ def variants(family: str) -> list[Variant]:
 
 
 def small(variant: Variant) -> Variant:
-    """The same layers and depths, under their own numbers, with small widths and three experts."""
+    """The same layers and depths, under their own numbers, with small widths and two experts."""
     config = shrink(variant.config)
     for part in (config, config.get("text_config", {})):
-        part.update({field: 3 for field in EXPERT_FIELDS if part.get(field)})
+        part.update({field: 2 for field in EXPERT_FIELDS if part.get(field)})
     return replace(variant, config=config)
 
 

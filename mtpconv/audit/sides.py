@@ -37,7 +37,7 @@ from mtpconv.mapping.table import Table, find_table, read_table
 from mtpconv.store.checkpoint import Problem
 from mtpconv.store.dequant import Dequantised
 from mtpconv.store.dist_folder import is_torch_dist
-from mtpconv.store.fp8_tensors import find_fp8
+from mtpconv.store.fp8_tensors import find_fp8, quantisation, refuse_others
 from mtpconv.store.hf import CONFIG_NAME, HfCheckpoint, open_hf
 from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.manifest import Manifest, read_manifest
@@ -255,6 +255,8 @@ def _seen(opened: Opened | None, plan: Plan, held: Plan, *, digests: bool) -> Su
                 f"{opened.path}: is a manifest of Megatron tensors; without their bytes they "
                 "cannot be compared with HF tensors, give the checkpoint itself"
             )
+        if opened is not None:  # by value codes are compared for block FP8 only
+            refuse_others(opened.tensors, quantisation(opened.config or {}), str(opened.path))
         if isinstance(opened, Manifest | HfCheckpoint) and _has_fp8(opened):
             subject: Subject | None = _seen_fp8(opened, plan)
         else:

@@ -71,7 +71,12 @@ def find_fp8(
     without scales, scales without weights, and a config that fits neither.
     """
     stated = quantisation(config) or quant_config or {}
-    _refuse_others(tensors, stated, where)
+    refuse_others(tensors, stated, where)
+    if stated.get("quant_method") not in (None, "fp8"):
+        raise UnsupportedError(
+            f"{where}: is quantised ({_stated_form(stated)}); "
+            "convert the BF16 release, inventory and audit work on this one"
+        )
     block = _block(stated, where)
     power_of_two = stated.get("scale_fmt") == "ue8m0"
     found: dict[str, Quantised] = {}
@@ -140,26 +145,22 @@ def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse_others(
-    tensors: Mapping[str, TensorSpec], stated: Mapping[str, Any], where: str
-) -> None:
-    method = stated.get("quant_method")
+def refuse_others(tensors: Mapping[str, TensorSpec], stated: Mapping[str, Any], where: str) -> None:
+    """Stop at codes in a form that is not read here, told from names.
+
+    `stated` is what the config says, for the message. Raises: UnsupportedError.
+    """
     for suffix, form in _OTHERS.items():
         names = [n for n in tensors if n.endswith(suffix)]
         if suffix == ".scale":  # other modules may have a parameter of that name
             weights = {n: tensors.get(n.removesuffix("scale") + "weight") for n in names}
             names = [n for n, w in weights.items() if w is not None and w.dtype in _CODES]
         if names:
-            name = f"{form}, {_stated_form(stated)}" if method else form
+            name = f"{form}, {_stated_form(stated)}" if stated.get("quant_method") else form
             raise UnsupportedError(
                 f"{where}: is quantised ({name}; {len(names)} tensors like {names[0]}); "
                 "convert the BF16 release, inventory and audit work on this one"
             )
-    if method not in (None, "fp8"):
-        raise UnsupportedError(
-            f"{where}: is quantised ({_stated_form(stated)}); "
-            "convert the BF16 release, inventory and audit work on this one"
-        )
 
 
 def _stated_form(stated: Mapping[str, Any]) -> str:

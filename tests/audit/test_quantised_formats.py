@@ -274,6 +274,17 @@ def test_a_whole_checkpoint_is_green(name: str, tmp_path: Path) -> None:
     assert against(tmp_path / "manifest.json", folder).verdict == "pass"
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_against_megatron_the_format_is_named(name: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    folder = write(quantised(form), form, tmp_path / "codes")
+    hf2mcore(base_model("glm-5.2.json").write(tmp_path / "hf"), tmp_path / "mcore", verify=False)
+    for sides in ((folder, tmp_path / "mcore"), (tmp_path / "mcore", folder)):
+        with pytest.raises(UnsupportedError, match="is quantised") as refused:
+            open_sides(*sides)
+        assert form.said.partition(", quant_method")[0] in str(refused.value)
+
+
 PARTS = [(name, part) for name, form in FORMATS.items() for part in form.parts(8, 8)]
 
 

@@ -28,7 +28,7 @@ VARIANTS = [
 
 
 def small_config(family: str) -> dict[str, Any]:
-    """The config of a family's first variant with small widths and three experts."""
+    """The config of a family's first variant with small widths and two experts."""
     return distinct(family)[0].config
 
 
