@@ -342,7 +342,7 @@ def test_every_name_that_a_reader_wants_is_there(name: str) -> None:
     assert args.keys() >= {*COMPARED, *TAKEN_OVER, *LOADED, *BUILT_FROM}
     assert not args.keys() & ABSENT
     for key, value in args.items():
-        plain = isinstance(value, bool | int | float | str | list | None)
+        plain = isinstance(value, bool | int | float | str | list | tuple | None)
         assert plain or (key, type(value)) == ("params_dtype", Global)
     assert not {key for key in args if key in FLAGLESS} or args["rope_type"] == "yarn"
 

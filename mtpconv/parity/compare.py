@@ -5,7 +5,7 @@ the model at hand: how much each side differs from itself when its sums are take
 order (float32), or from its own float32 run (bfloat16). Two right implementations differ by
 about as much from each other: mean ratios of at most 0.8 (float32) and 1.4 (bfloat16), maximum
 ratios of at most 1.8 and 1.8.
-Source: benchmarks/parity_noise.py: 22 small models, two rows of tokens, megatron-core 0.16.1
+Source: benchmarks/parity_noise.py: 23 small models, two rows of tokens, megatron-core 0.16.1
 and 0.19.2, CPU, 2026-11-29. A GLM-5.2-shaped model with all 78 layers: 0.9 and 1.0.
 """
 

@@ -19,17 +19,25 @@ Dialect = str  # "te" | "local": which norm names the sharded keys use
 
 @functools.cache
 def plain_attention() -> type:
-    """A causal softmax attention without weights, for any number of query groups.
+    """A causal softmax attention without weights, for any number of query groups, with windows.
 
     Shape: query [s, b, heads, d], key and value [s, b, groups, d]; result [s, b, heads * d].
     """
     import torch
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.utils import is_layer_window_attention
 
     class PlainAttention(MegatronModule):
-        def __init__(self, config: Any, softmax_scale: float | None = None, **_unused: Any) -> None:
+        def __init__(
+            self,
+            config: Any,
+            layer_number: int,
+            softmax_scale: float | None = None,
+            **_unused: Any,
+        ) -> None:
             super().__init__(config=config)
             self.softmax_scale = softmax_scale
+            self.slides = (config.window_size, config.window_attn_skip_freq, layer_number)
 
         def forward(
             self, query: Any, key: Any, value: Any, attention_mask: Any, **_unused: Any
@@ -40,6 +48,11 @@ def plain_attention() -> type:
             value = value.repeat_interleave(repeats, dim=2)
             scores = torch.einsum("sbhd,tbhd->bhst", query, key).float() * scale
             scores = scores.masked_fill(attention_mask, float("-inf"))
+            # Asked here and not above: Megatron's rule has no answer for an MTP depth.
+            if is_layer_window_attention(*self.slides):
+                back = self.config.window_size[0]
+                far = torch.ones_like(scores[0, 0], dtype=torch.bool).tril(-back - 1)
+                scores = scores.masked_fill(far, float("-inf"))
             weights = scores.softmax(-1).to(value.dtype)
             return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
 
@@ -112,6 +125,7 @@ def local_layer(settings: Settings, kind: LayerKind) -> Any:
     attention = spec.submodules.self_attention
     if kind.is_linear:
         spec.submodules.self_attention = local_delta_net()
+        spec.submodules.sharded_state_dict_keys_map = key_map(settings, kind, "local")
     elif settings.dsa:
         spec.submodules.self_attention = _sparse_attention(attention.submodules)
     else:

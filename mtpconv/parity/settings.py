@@ -118,10 +118,14 @@ def read_settings(geometry: Geometry) -> Settings:
     told; RefusedError if the config lacks a field.
     """
     name = geometry.model_type
+    why = NOT_RUN.get(name)
+    if why is not None and name not in FAMILIES:
+        raise UnsupportedError(f"parity does not run {name}: {why}")
+    if why is not None and geometry.depths:
+        raise UnsupportedError(
+            f"parity does not run {name} with MTP: {why}, of a checkpoint made with --drop-mtp"
+        )
     if name not in FAMILIES:
-        why = NOT_RUN.get(name)
-        if why is not None:
-            raise UnsupportedError(f"parity does not run {name}: {why}")
         raise UnsupportedError(
             f"parity does not know model_type {name!r}; it knows {', '.join(sorted(FAMILIES))}"
         )

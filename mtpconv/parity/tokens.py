@@ -11,7 +11,7 @@ from mtpconv.errors import UnreadableError, UnsupportedError, UsageError
 from mtpconv.geometry import Geometry
 from mtpconv.parity.settings import Settings
 
-#: Tokens of a random row, and how far it reaches beyond a sparse attention's choice or a chunk.
+#: Tokens of a random row, and how far it reaches beyond what a layer takes in at once.
 LENGTH = 64
 BEYOND = 64
 
@@ -44,14 +44,16 @@ def choose_tokens(
     rows: int = 1,
     seed: int = 0,
 ) -> Tokens:
-    """The rows to run; random ones go beyond a sparse attention's choice, or a delta net's chunk.
+    """The rows to run; random ones go beyond what a layer takes in at once.
+
+    That is a sparse attention's choice, a window, or a delta net's chunk.
 
     Raises: UsageError if a row would be too short to compare, or longer than the model allows.
     """
     geometry = settings.geometry
     limit = geometry.dim("max_position_embeddings")
     least = geometry.depths + 2
-    reach = settings.transformer.get("dsa_indexer_topk", 0)
+    reach = settings.transformer.get("dsa_indexer_topk", _window(settings))
     if settings.delta_nets:
         reach = DELTA_CHUNK
     usual = min(limit, reach + BEYOND if reach else LENGTH)
@@ -70,6 +72,12 @@ def choose_tokens(
                 f"{limit}; use --length"
             )
     return found
+
+
+def _window(settings: Settings) -> int:
+    """How many tokens a sliding layer sees, the current one included; 0 if no layer slides."""
+    size = settings.transformer.get("window_size")
+    return int(size[0]) + 1 if size else 0
 
 
 def token_rows(
@@ -138,6 +146,12 @@ def coverage_notes(settings: Settings, tokens: Tokens, stored_rows: int | None) 
         notes.append(
             f"the longest row has {tokens.longest} tokens, not more than index_topk {keys}: every "
             "key is chosen, so the indexer was not exercised"
+        )
+    window = _window(settings)
+    if window and tokens.longest <= window:
+        notes.append(
+            f"the longest row has {tokens.longest} tokens, not more than the window of {window}: "
+            "windows were not exercised"
         )
     if settings.delta_nets and tokens.longest <= DELTA_CHUNK:
         notes.append(

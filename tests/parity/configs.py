@@ -179,6 +179,14 @@ HY_V3: Config = (
     }
 )
 
+EXAONE_MOE: Config = _UNLIKE | _SIGMOID | {
+    "model_type": "exaone_moe",
+    "num_hidden_layers": 4,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 16,
+    "scoring_func": "sigmoid",
+}  # fmt: skip
 QWEN3_NEXT: Config = QWEN3_MOE | {
     "model_type": "qwen3_next",
     "num_hidden_layers": 4,
@@ -223,6 +231,7 @@ WITH_MTP: dict[str, Config] = {
     "qwen3_next": QWEN3_NEXT,
 }
 WITHOUT_MTP: dict[str, Config] = {
+    "exaone_moe": EXAONE_MOE | {"num_nextn_predict_layers": 0},
     "kimi_k2": DEEPSEEK_V3 | {"model_type": "kimi_k2", "num_nextn_predict_layers": 0},
     "llama": LLAMA,
     "mixtral": MIXTRAL,
@@ -237,7 +246,7 @@ HYBRIDS = (QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_5, QWEN3_5_MOE)
 #: Families with sparse attention, which megatron-core has from 0.19 on.
 SPARSE = frozenset({"deepseek_v32", "glm_moe_dsa"})
 
-# Families that parity does not run; Megatron-Core can build the first three.
+# Families that parity does not run; Megatron-Core can build the first.
 
 BAILING_MOE_V2: Config = _UNLIKE | _SIGMOID | {
     "model_type": "bailing_moe_v2",
@@ -248,14 +257,6 @@ BAILING_MOE_V2: Config = _UNLIKE | _SIGMOID | {
     "use_bias": False,
     "use_qkv_bias": True,
     "use_qk_norm": True,
-}  # fmt: skip
-EXAONE_MOE: Config = _UNLIKE | _SIGMOID | {
-    "model_type": "exaone_moe",
-    "num_hidden_layers": 4,
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
-    "sliding_window": 16,
-    "scoring_func": "sigmoid",
 }  # fmt: skip
 MINIMAX_M2: Config = _DENSE | {
     "model_type": "minimax_m2",

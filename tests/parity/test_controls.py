@@ -336,6 +336,16 @@ WRONG_SETTINGS: dict[str, tuple[configs.Config, dict[str, Any], str]] = {
         {"layernorm_zero_centered_gamma": False},
         "layer 0, after input norm: the weights are right, so the epsilon of the norm differs",
     ),
+    "layers without their windows": (
+        configs.WITHOUT_MTP["exaone_moe"],
+        {"window_attn_skip_freq": [0, 0, 0, 0]},
+        "layer 0, after attention: the weights are right, so the attention differs",
+    ),
+    "rope where there is none": (
+        configs.WITHOUT_MTP["exaone_moe"],
+        {"no_rope_freq": [0, 0, 0, 0]},
+        "layer 2, after attention: the weights are right, so the attention differs: rope",
+    ),
     "rope interleaved": (
         configs.LLAMA,
         {"rotary_interleaved": True},

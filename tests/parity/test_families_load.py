@@ -61,7 +61,6 @@ SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
         (".final_layernorm.", ".shared_head.norm."),
     ),
     "exaone_moe": (
-        ("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
         ("mtp.layers.0.", "model.layers.4."), ("mtp.norm.", "model.layers.4.shared_head.norm."),
         ("mtp.fc.", "model.layers.4.eh_proj."),
         ("mtp.pre_fc_norm_embedding.", "model.layers.4.enorm."),

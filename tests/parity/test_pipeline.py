@@ -52,7 +52,7 @@ def test_a_norm_that_less_one_is_no_bfloat16_is_named(megatron_cpu: None, tmp_pa
 
 def test_every_table_is_run_or_has_a_reason() -> None:
     assert set(table_names()) == set(FAMILIES) | set(NOT_RUN)
-    assert not set(FAMILIES) & set(NOT_RUN)
+    assert set(FAMILIES) & set(NOT_RUN) == {"exaone_moe"}  # without MTP
     assert {config["model_type"] for config in MODELS.values()} == set(FAMILIES)
     page = (TABLES.parent / "docs" / "parity.md").read_text()
     assert [name for name in FAMILIES if name not in page] == []

@@ -77,6 +77,26 @@ def test_a_depth_that_no_field_promises(megatron_cpu: None, tmp_path: Path, ship
     assert [head.head for head in report.heads] == ["trunk", *["depth 0"] * shipped]
 
 
+def test_mtp_that_published_code_disagrees_on_is_not_run(
+    megatron_cpu: None, tmp_path: Path
+) -> None:
+    checkpoints.write_hf(configs.WITHOUT_MTP["exaone_moe"], tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(configs.EXAONE_MOE))
+    with pytest.raises(UnsupportedError, match=r"exaone_moe with MTP: .* --drop-mtp") as raised:
+        run_parity(tmp_path, tmp_path)
+    assert raised.value.exit_code == 3
+
+
+def test_a_row_within_the_window_is_said(megatron_cpu: None, tmp_path: Path) -> None:
+    config = configs.WITHOUT_MTP["exaone_moe"]
+    checkpoints.write_hf(config, tmp_path / "hf")
+    checkpoints.write_mcore(config, tmp_path / "hf", tmp_path / "mcore")
+    short = run_parity(tmp_path / "hf", tmp_path / "mcore", ParityOptions(length=16))
+    assert any("not more than the window of 16" in note for note in short.notes)
+    usual = run_parity(tmp_path / "hf", tmp_path / "mcore")
+    assert "80 random tokens" in usual.tokens
+
+
 def test_a_row_of_one_chunk_is_said(megatron_cpu: None, tmp_path: Path) -> None:
     checkpoints.write_hf(configs.QWEN3_5_TEXT, tmp_path / "hf")
     checkpoints.write_mcore(configs.QWEN3_5_TEXT, tmp_path / "hf", tmp_path / "mcore")
