@@ -57,8 +57,10 @@ class Sides:
     base: Subject | None = None
 
 
-def open_any(path: Path, *, headers_only: bool = False) -> Opened:
+def open_any(path: Path, *, headers_only: bool = False, like: Opened | None = None) -> Opened:
     """A checkpoint or manifest, by what it is; `headers_only` reads no tensor bytes.
+
+    `like` is one that probably has the same headers: those are not parsed again.
 
     Raises: UnreadableError if it is neither.
     """
@@ -67,7 +69,8 @@ def open_any(path: Path, *, headers_only: bool = False) -> Opened:
     # A folder with shards is HF whatever else it holds; Megatron's never have any.
     if next(path.glob("*.safetensors*"), None) is None and is_torch_dist(path):
         return open_megatron(path)
-    return open_hf(path, compare_duplicates=not headers_only)
+    expected = like.shards if isinstance(like, HfCheckpoint) else None
+    return open_hf(path, compare_duplicates=not headers_only, expected=expected)
 
 
 def open_sides(
@@ -86,7 +89,9 @@ def open_sides(
     if mapping is not None:
         read_table(mapping)  # a typo must not pass where no table is needed
     right = open_any(after, headers_only=headers_only)
-    left = open_any(before, headers_only=headers_only) if before is not None else None
+    left = None
+    if before is not None:
+        left = open_any(before, headers_only=headers_only, like=right)
     # What is wrong with the base itself is nobody's question.
     origin = open_any(base, headers_only=True) if base is not None else None
     formats = {_names_of(o) for o in (left, right, origin) if o is not None}

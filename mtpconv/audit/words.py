@@ -133,7 +133,8 @@ class Stats:
             self.not_finite += bad
             good = (values[finite] if bad else values).astype(np.float64)
             self.total += float(good.sum())
-            self.squares += float(np.dot(good, good))
+            # No dot product: BLAS would start threads that spin beside those that read.
+            self.squares += float(np.square(good, out=good).sum())
 
     def _mask(self) -> int:
         return self._magnitude if DTYPE_BITS[self.dtype] >= 8 else 0xFF
