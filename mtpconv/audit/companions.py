@@ -9,6 +9,7 @@ compressors/pack_quantized/base.py and nvfp4/base.py @ 01dd1a58; AutoAWQ awq/mod
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from mtpconv.tensors import DTYPE_BITS, Shape, TensorSpec
@@ -65,9 +66,26 @@ _MX_VALUES, _MX_BYTES = 32, 16
 def companion_base(name: str) -> str | None:
     """The weight that a scale, packed codes or another companion belong to; None for others."""
     module, _, leaf = name.rpartition(".")
-    if leaf in _ALL_BESIDE:
+    end = _end(leaf)
+    if end is None:
+        return None
+    if end in _ALL_BESIDE:
         return f"{module}.weight"
-    return next((name.removesuffix(s) for s in _ALL_APPENDED if name.endswith(s)), None)
+    return name.removesuffix(end) if name.endswith(end) else None
+
+
+def companion_of(name: str) -> str:
+    """The end of a companion's name: what `full_name` makes the name of."""
+    return _end(name.rpartition(".")[2]) or ""
+
+
+@lru_cache(4096)
+def _end(leaf: str) -> str | None:
+    """The companion that the last word of a name says it is; there are few such words."""
+    if leaf in _ALL_BESIDE:
+        return leaf
+    last = f".{leaf}"
+    return next((s for s in _ALL_APPENDED if last.endswith(s) or s.endswith(last)), None)
 
 
 def beside(weight: str, word: str) -> str:
@@ -107,20 +125,19 @@ def _is_codes(name: str) -> bool:
     return name.endswith((PACKED, BLOCKS, "." + QWEIGHT))
 
 
-def companions(known: Collection[str], weight: str) -> set[str]:
-    """What is there beside a weight, as the end of its name: `_scale`, `.absmax`, `qzeros`."""
-    found = {s for s in _ALL_APPENDED if weight + s in known}
-    return found | {leaf for leaf in _ALL_BESIDE if beside(weight, leaf) in known}
+def companions(known: Iterable[str]) -> dict[str, set[str]]:
+    """What is there beside each weight, as the end of its name: `_scale`, `.absmax`, `qzeros`."""
+    found: dict[str, set[str]] = {}
+    for name in known:
+        base = companion_base(name)
+        if base is not None:
+            found.setdefault(base, set()).add(companion_of(name))
+    return found
 
 
 def full_name(weight: str, companion: str) -> str:
     """The name of a companion, of which `companion` is the end as `companions` gives it."""
     return weight + companion if companion[0] in "_." else beside(weight, companion)
-
-
-def companion_of(weight: str, name: str) -> str:
-    """The end of a companion's name: what `full_name` makes the name of."""
-    return name.removeprefix(weight) if name.startswith(weight) else name.rpartition(".")[2]
 
 
 def scale_of(known: Collection[str], weight: str) -> str | None:
@@ -163,7 +180,7 @@ def is_stray(tensors: Mapping[str, TensorSpec], name: str, *, table: bool) -> bo
         return False
     if form == "" and not is_code(tensors[base]):
         return True
-    return name not in {full_name(base, c) for c in (*_APPENDED[form], *_BESIDE[form])}
+    return companion_of(name) not in (*_APPENDED[form], *_BESIDE[form])
 
 
 def is_lone(known: Collection[str], name: str) -> bool:

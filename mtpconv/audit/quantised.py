@@ -179,7 +179,7 @@ def _scaleless(
 ) -> Iterator[Finding]:
     styles: dict[str | None, Counter[str]] = defaultdict(Counter)
     for name, scale in scales.items():
-        styles[_dtype(subject, name)][companion_of(name, scale)] += 1
+        styles[_dtype(subject, name)][companion_of(scale)] += 1
     for name in sorted(codes - scales.keys()):
         dtype = _dtype(subject, name)
         usual = styles[dtype].most_common(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Set
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from mtpconv.audit.codes import finding
 from mtpconv.audit.companions import (
@@ -22,15 +22,21 @@ from mtpconv.audit.companions import (
 from mtpconv.audit.finding import Finding
 from mtpconv.audit.names import split_expert, tail
 from mtpconv.audit.subject import Subject
-from mtpconv.tensors import DTYPE_BITS, Region, Shape
+from mtpconv.tensors import DTYPE_BITS, Region, Shape, TensorSpec
 
 #: A part that so many of four weights of a kind have belongs to the fourth, too.
 _MOST = 3
-#: Module, form and dtype of quantised weights that are alike.
-_Kind: TypeAlias = tuple[str, str | None, str | None]
-_INPUT_SCALES = ("input_scale", "input_global_scale")
+_INPUT_SCALES = frozenset(("input_scale", "input_global_scale"))
 #: Values that share a scale in bitsandbytes. Source: its functional.quantize_4bit.
 _BNB_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+class _Kind(NamedTuple):
+    """What quantised weights that are alike share."""
+
+    module: str
+    form: str | None
+    dtype: str | None
 
 
 def part_findings(
@@ -44,14 +50,21 @@ def part_findings(
 
     Some parts a format always has; others a weight has if weights of its kind have them.
     """
-    known = subject.tensors.keys() | subject.unread | subject.ghosts
-    there = {n: companions(known, n) for n in sorted(codes)}
-    kinds = _kinds(subject, there)
+    config = config or {}
+    tensors, known = subject.tensors, subject.tensors.keys() | subject.unread | subject.ghosts
+    beside_each = companions(known)
+    there = {n: beside_each.get(n, set()) for n in sorted(codes)}
+    kinds = {n: _kind(subject, n) for n in there}
+    counted = _counted(kinds, there)
+    inputs = _scales_inputs(config)
     reported = set(said)
     for name, parts in there.items():
-        count, having = kinds[_kind(subject, name)]
+        count, having = counted[kinds[name]]
         usual = [p for p in having if p not in parts and having[p] * 4 >= count * _MOST]
-        for part in dict.fromkeys((*_required(subject, config or {}, name, parts), *usual)):
+        required = _required(tensors, config, name, kinds[name], parts)
+        if inputs and kinds[name].form in ("", PACKED) and not parts & _INPUT_SCALES:
+            required.append("input_scale" if kinds[name].form == "" else "input_global_scale")
+        for part in dict.fromkeys((*required, *usual)):
             full = full_name(name, part)
             if full not in reported:
                 reported.add(full)
@@ -61,23 +74,25 @@ def part_findings(
                     f"{full}: {stored} is there and cannot be read without it",
                     tensor=full, region=regions.get(stored),
                 )  # fmt: skip
-        yield from _shapes(subject, name, regions)
+        yield from _shapes(subject, name, kinds[name].form, regions)
 
 
 def _required(
-    subject: Subject, config: Mapping[str, Any], name: str, there: Set[str]
-) -> Iterator[str]:
-    form = form_of(subject.tensors, name)
-    stored = stored_as(subject.tensors, name)
-    spec = subject.tensors[stored] if stored is not None else None
-    if form == PACKED and spec is not None and spec.dtype == "I32" and "_shape" not in there:
-        yield "_shape"
-    if form == QWEIGHT and "qzeros" not in there and _has_zeros(config):
-        yield "qzeros"
-    if form == "" and is_bitsandbytes(subject.tensors, name, config):
-        yield from _of_bitsandbytes(subject, name, config, there)
-    if form in ("", PACKED) and not there & {*_INPUT_SCALES} and _scales_inputs(config):
-        yield "input_scale" if form == "" else "input_global_scale"
+    tensors: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    name: str,
+    kind: _Kind,
+    there: Set[str],
+) -> list[str]:
+    """What codes of a form always need, and have not."""
+    if kind.form == PACKED and kind.dtype == "I32" and "_shape" not in there:
+        return ["_shape"]
+    if kind.form == QWEIGHT and "qzeros" not in there and _has_zeros(config):
+        return ["qzeros"]
+    # With eight bits, SCB is the scale and all.
+    if kind.form == "" and kind.dtype == "U8" and is_bitsandbytes(tensors, name, config):
+        return [*_of_bitsandbytes(tensors, name, config, there)]
+    return []
 
 
 def _has_zeros(config: Mapping[str, Any]) -> bool:
@@ -89,16 +104,13 @@ def _has_zeros(config: Mapping[str, Any]) -> bool:
 
 
 def _of_bitsandbytes(
-    subject: Subject, name: str, config: Mapping[str, Any], there: Set[str]
+    tensors: Mapping[str, TensorSpec], name: str, config: Mapping[str, Any], there: Set[str]
 ) -> Iterator[str]:
-    if subject.tensors[name].dtype != "U8":
-        return  # eight bits: SCB is its scale
     if ".quant_map" not in there:
         yield ".quant_map"
     if not there & {*QUANT_STATES}:
-        kind = config.get("bnb_4bit_quant_type")
-        yield QUANT_STATES[kind == "fp4"]
-    absmax = subject.tensors.get(name + ".absmax")
+        yield QUANT_STATES[config.get("bnb_4bit_quant_type") == "fp4"]
+    absmax = tensors.get(name + ".absmax")
     if absmax is not None and absmax.dtype == "U8":  # quantised itself
         yield from (s for s in (".nested_absmax", ".nested_quant_map") if s not in there)
 
@@ -118,15 +130,15 @@ def _scales_inputs(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _kinds(
-    subject: Subject, there: Mapping[str, Set[str]]
+def _counted(
+    kinds: Mapping[str, _Kind], there: Mapping[str, Set[str]]
 ) -> Mapping[_Kind, tuple[int, Counter[str]]]:
     """How many weights there are of a kind, and how many of them have each part."""
     found: dict[_Kind, tuple[int, Counter[str]]] = {}
     for name, parts in there.items():
-        count, having = found.get(kind := _kind(subject, name), (0, Counter()))
+        count, having = found.get(kinds[name], (0, Counter()))
         having.update(parts)
-        found[kind] = count + 1, having
+        found[kinds[name]] = count + 1, having
     return found
 
 
@@ -136,11 +148,13 @@ def _kind(subject: Subject, name: str) -> _Kind:
     expert = split_expert(module)
     stored = stored_as(subject.tensors, name)
     dtype = subject.tensors[stored].dtype if stored is not None else None
-    return (expert[0] + expert[2] if expert else module, form_of(subject.tensors, name), dtype)
-
-
-def _shapes(subject: Subject, name: str, regions: Mapping[str, Region]) -> Iterator[Finding]:
     form = form_of(subject.tensors, name)
+    return _Kind(expert[0] + expert[2] if expert else module, form, dtype)
+
+
+def _shapes(
+    subject: Subject, name: str, form: str | None, regions: Mapping[str, Region]
+) -> Iterator[Finding]:
     wanted = subject.expected.tensors.get(name) if subject.expected is not None else None
     allowed: dict[str, list[Shape]] = {}
     if form == BLOCKS:
