@@ -23,7 +23,7 @@ from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.tensors import TensorSpec
 from mtpconv.view import HfView
 from tests.convert.folders import file_hashes, make_hf, overwrite, tensors_of, write_hf
-from tests.convert.test_families import small
+from tests.convert.test_families import small_config
 
 NORM = "model.layers.{}.linear_attn.norm.weight"
 KEY = "decoder.layers.{}.self_attention.out_norm.weight"
@@ -31,7 +31,7 @@ KEY = "decoder.layers.{}.self_attention.out_norm.weight"
 
 def source(folder: Path, words: dict[int, np.ndarray] | None = None) -> Path:
     """A Qwen3-Next whose norms hold what does not come back: small numbers, NaN."""
-    config = small("qwen3_next") | {
+    config = small_config("qwen3_next") | {
         "num_hidden_layers": 4, "linear_value_head_dim": 8, "mtp_num_hidden_layers": 0,
     }  # fmt: skip
     tensors = tensors_of(make_hf(folder.with_name(folder.name + "-made"), config))
@@ -147,7 +147,7 @@ def test_the_audit_against_a_manifest_takes_the_originals(tmp_path: Path) -> Non
 
 
 def test_with_fp8_weights_beside(tmp_path: Path) -> None:
-    config = small("qwen3_next") | {
+    config = small_config("qwen3_next") | {
         "num_hidden_layers": 4, "quantization_config": {
             "quant_method": "fp8", "weight_block_size": [128, 128],
         },
