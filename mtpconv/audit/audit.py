@@ -10,7 +10,7 @@ from mtpconv.audit.codes import checked_kinds, finding
 from mtpconv.audit.compare import Outcome, Progress, read_stats
 from mtpconv.audit.config_rules import compare_configs
 from mtpconv.audit.content import content_findings, depth_status
-from mtpconv.audit.crcs import crc_findings, crc_notes, with_crcs
+from mtpconv.audit.crcs import crc_findings, crc_notes, pool_crcs, with_crcs
 from mtpconv.audit.excuses import find_excuses
 from mtpconv.audit.files import (
     file_findings,
@@ -31,10 +31,12 @@ from mtpconv.audit.pair import (
 )
 from mtpconv.audit.profiles import profile_findings
 from mtpconv.audit.quantised import is_quantised
+from mtpconv.audit.shares import shared_outcomes
 from mtpconv.audit.single import completeness_findings, missing_names, single_regions
 from mtpconv.audit.subject import ARGS, Subject, without_unindexed
 from mtpconv.audit.twins import twin_findings
 from mtpconv.audit.verdict import Looked, make_report
+from mtpconv.ranks import Ranks
 from mtpconv.tensors import Region
 
 
@@ -45,13 +47,18 @@ def audit(
     *,
     base: Subject | None = None,
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Report:
     """Audit `after` against `before`, or alone if that is None.
 
     `base` is the checkpoint that `after` was trained from; MTP tensors that still equal it while
     the trunk moved on are stale. The same inputs always give an equal report.
+    Several `ranks` share the bytes to be read, and all get that report.
+
+    Raises: UnreadableError if a rank is lost.
     """
     options = options or Options()
+    ranks = ranks or Ranks()
     if "index-authoritative" in options.allow:
         after = without_unindexed(after)
         before = without_unindexed(before) if before is not None else None
@@ -59,8 +66,8 @@ def audit(
         after = with_crcs(after)
         before = with_crcs(before) if before is not None else None
     if before is None:
-        return _audit_single(after, options, base, progress)
-    return _audit_pair(before, after, options, base, progress)
+        return _audit_single(after, options, base, progress, ranks)
+    return _audit_pair(before, after, options, base, progress, ranks)
 
 
 def _audit_pair(
@@ -69,9 +76,12 @@ def _audit_pair(
     options: Options,
     base: Subject | None,
     progress: Progress | None,
+    ranks: Ranks,
 ) -> Report:
     regions = _pair_regions(before, after)
-    found = find_differences(before, after, options, regions, progress)
+    found = find_differences(before, after, options, regions, progress, ranks)
+    for side in (before, after):
+        pool_crcs(side, ranks)  # from here on every rank reads the same
     excused = find_excuses(found, before, after, options, regions)
     findings = list(file_findings(after))
     notes = (*before.notes, *after.notes)
@@ -91,7 +101,7 @@ def _audit_pair(
     failures = list(failure_findings(found.failures, before, after))
     findings += [f for side, f in failures if side == "after"]
     whole = options.sample is None
-    findings += crc_findings(after, whole=whole, workers=options.workers)
+    findings += crc_findings(after, whole=whole, workers=options.workers, ranks=ranks)
     notes += (*crc_notes(before), *crc_notes(after))
     findings += _config_findings(before, after, found, regions, options)
     content += content_findings(found.outcomes, regions, is_pair=True)
@@ -126,13 +136,19 @@ def _audit_pair(
     about_reference = [
         *reference_findings(before),
         *(f for side, f in failures if side == "before"),
-        *crc_findings(before, whole=whole, prefix="reference: ", workers=options.workers),
+        *crc_findings(
+            before, whole=whole, prefix="reference: ", workers=options.workers, ranks=ranks
+        ),
     ]
     return make_report(looked, findings, about_reference, options)
 
 
 def _audit_single(
-    after: Subject, options: Options, base: Subject | None, progress: Progress | None
+    after: Subject,
+    options: Options,
+    base: Subject | None,
+    progress: Progress | None,
+    ranks: Ranks,
 ) -> Report:
     regions = single_regions(after)
     missing = missing_names(after)
@@ -147,7 +163,7 @@ def _audit_single(
         findings += records
         if not records:
             findings += padding_findings(after)
-            nbytes, failures, content = _look_at_values(after, regions, progress)
+            nbytes, failures, content = _look_at_values(after, regions, progress, ranks)
             findings += failures
             findings += crc_findings(after, whole=False)
     content += stale_findings(after, base, regions, options)
@@ -169,13 +185,14 @@ def _audit_single(
 
 
 def _look_at_values(
-    after: Subject, regions: Mapping[str, Region], progress: Progress | None
+    after: Subject, regions: Mapping[str, Region], progress: Progress | None, ranks: Ranks
 ) -> tuple[int, list[Finding], list[Finding]]:
     """Bytes read, tensors that could not be read, and what the values of MTP tell."""
     outcomes: dict[str, Outcome] = {}
     failures = []
     nbytes = 0
-    for outcome in read_stats(after, _worth_reading(after, regions)):
+    names = _worth_reading(after, regions)
+    for outcome in shared_outcomes(lambda some: read_stats(after, some), names, after, ranks):
         if outcome.unreadable is not None:
             failures.append((outcome.name, *outcome.unreadable))
             continue
@@ -183,6 +200,7 @@ def _look_at_values(
         nbytes += after.tensors[outcome.name].nbytes
         if progress is not None:
             progress(after.tensors[outcome.name].nbytes)
+    pool_crcs(after, ranks)
     unreadable = [f for _, f in failure_findings(failures, None, after)]
     content = [*content_findings(outcomes, regions, is_pair=False)]
     content += twin_findings(after, regions, outcomes)

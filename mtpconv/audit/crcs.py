@@ -10,6 +10,7 @@ from pathlib import Path
 from mtpconv.audit.codes import finding
 from mtpconv.audit.finding import Finding
 from mtpconv.audit.subject import Subject
+from mtpconv.ranks import Ranks, share
 from mtpconv.store.content import pieces
 from mtpconv.store.crc_check import CrcCheck, Range
 
@@ -22,16 +23,33 @@ def with_crcs(subject: Subject) -> Subject:
     return replace(subject, crcs=CrcCheck(stored.sealed()))
 
 
+def pool_crcs(subject: Subject, ranks: Ranks) -> None:
+    """Every rank knows what all of them have read."""
+    if subject.crcs is not None and ranks.size > 1:
+        subject.crcs.pool(ranks.gather("crcs", subject.crcs.known()))
+
+
 def crc_findings(
-    subject: Subject, *, whole: bool, prefix: str = "", workers: int | None = None
+    subject: Subject,
+    *,
+    whole: bool,
+    prefix: str = "",
+    workers: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[Finding]:
-    """Records that do not have their CRC-32; with `whole`, what was not read yet is read here."""
+    """Records that do not have their CRC-32; with `whole`, what was not read yet is read here.
+
+    Several `ranks` must know the same of what was read; what was not, each reads a stretch of.
+    """
     check = subject.crcs
     if check is None:
         return
     if whole:
         known = {p.file for p in subject.problems}
-        check.read((n for n in check.rest if check.range(n).file.name not in known), workers)
+        rest = [n for n in check.rest if check.range(n).file.name not in known]
+        ranks = ranks or Ranks()
+        check.read(share(rest, check.nbytes, ranks), workers)
+        pool_crcs(subject, ranks)
     broken = check.broken
     names = _names(subject, broken)
     for one in broken:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -10,7 +10,9 @@ from mtpconv.audit.codes import finding
 from mtpconv.audit.compare import Outcome, Progress, compare_bytes, disk_order
 from mtpconv.audit.finding import Finding, Severity
 from mtpconv.audit.options import Options, Sample
+from mtpconv.audit.shares import shared_outcomes
 from mtpconv.audit.subject import Subject
+from mtpconv.ranks import Ranks
 from mtpconv.tensors import Region, TensorSpec
 
 
@@ -58,8 +60,9 @@ def find_differences(
     options: Options,
     regions: dict[str, Region],
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Differences:
-    """Compare names, dtypes, shapes and, as asked, bytes."""
+    """Compare names, dtypes, shapes and, as asked, bytes; each rank reads a stretch of them."""
     found = Differences()
     old, new = before.tensors, after.tensors
     out_of_reach = before.unread | after.unread
@@ -85,7 +88,7 @@ def find_differences(
     chosen = [n for n in comparable if _is_sampled(n, options.sample, regions)]
     picked = set(chosen)
     found.not_read = [n for n in comparable if n not in picked]
-    _compare(found, before, after, chosen, options, regions, progress)
+    _compare(found, before, after, chosen, options, regions, progress, ranks or Ranks())
     return found
 
 
@@ -105,13 +108,18 @@ def _compare(
     options: Options,
     regions: dict[str, Region],
     progress: Progress | None,
+    ranks: Ranks,
 ) -> None:
     watch = frozenset(n for n in names if regions[n].kind == "mtp" or is_router_bias(n))
     ordered = disk_order(after if after.has_bytes else before, names)
-    for outcome in compare_bytes(
-        before, after, ordered, watch=watch, detail=options.expect == "bytes",
-        progress=progress, workers=options.workers,
-    ):  # fmt: skip
+
+    def look(some: Sequence[str]) -> Iterator[Outcome]:
+        return compare_bytes(
+            before, after, some, watch=watch, detail=options.expect == "bytes",
+            progress=progress, workers=options.workers,
+        )  # fmt: skip
+
+    for outcome in shared_outcomes(look, ordered, after, ranks):
         if outcome.unreadable is not None:
             side, message = outcome.unreadable
             found.failures.append((outcome.name, side, message))

@@ -58,6 +58,14 @@ Resume = Annotated[
         help="Go on where an interrupted run stopped, and keep what is done if this one stops.",
     ),
 ]
+Meet = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Of several ranks (srun, torchrun): a folder that all see and write (default: the "
+        "current one).",
+    ),
+]
 LogFormat = Annotated[
     str,
     typer.Option(
@@ -235,12 +243,13 @@ def inventory(
     files: Annotated[
         bool, typer.Option("--files", help="Also sha256 of every file, as sha256sum shows it.")
     ] = False,
+    meet: Meet = None,
     quiet: Quiet = False,
 ) -> None:
     """Write a manifest: name, dtype, shape and BLAKE3 of every tensor, one root over all."""
     from mtpconv.cli.audit import run_inventory
 
-    run_inventory(checkpoint, output=output, files=files, quiet=quiet)
+    run_inventory(checkpoint, output=output, files=files, quiet=quiet, meet=meet)
 
 
 @app.command()
@@ -327,6 +336,7 @@ def audit(
     ] = None,
     mapping: Mapping = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
+    meet: Meet = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every line.")] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -343,7 +353,7 @@ def audit(
         base=base, mapping=mapping, report=report or (), form=form, attestation=attest,
         manifest=manifest, verbose=verbose, quiet=quiet, allow=allow or (), expect=expect,
         headers_only=headers_only, sample=sample, require=require, profile=profile,
-        waivers=waivers, jobs=jobs,
+        waivers=waivers, jobs=jobs, meet=meet,
     )  # fmt: skip
 
 

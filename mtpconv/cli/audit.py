@@ -23,11 +23,13 @@ from mtpconv.audit.subject import Subject
 from mtpconv.audit.waivers import read_waivers
 from mtpconv.cli.files import require_file
 from mtpconv.cli.terminal import make_progress
-from mtpconv.errors import RefusedError, UsageError, WriteError
+from mtpconv.errors import RefusedError, UnreadableError, UsageError, WriteError
 from mtpconv.progress import Progress
+from mtpconv.ranks import READING, Ranks, ranks_of
 from mtpconv.report import FORMATS, attest, github, parse_targets, text, write_file, write_reports
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.manifest import (
+    Manifest,
     hash_files,
     manifest_text,
     read_manifest,
@@ -52,9 +54,13 @@ def run_audit(
     manifest: Path | None = None,
     verbose: bool = False,
     quiet: bool = False,
+    meet: Path | None = None,
     **options: Any,
 ) -> None:
-    """Audit, report in every way asked for, and exit with what was found."""
+    """Audit, report in every way asked for, and exit with what was found.
+
+    Of the ranks that a launcher started the first one reports; all exit alike.
+    """
     gc.disable()  # as in mtpconv.cli.convert: no garbage, and looking for it costs
     targets = parse_targets(report)  # a typo here must not cost an hour of reading
     if form not in FORMATS:
@@ -66,11 +72,14 @@ def run_audit(
             raise UsageError(f"--manifest {manifest}: of {after} no digests can be taken")
         read_manifest(manifest)  # that it cannot be read must not cost an hour either
     chosen = make_options(**options)
+    ranks = ranks_of(os.environ, READING)
     with ExitStack() as stack:
+        stack.enter_context(ranks.together(meet or Path.cwd(), "audit", before or "", after))
         afar = [t for t in (before, after) if t is not None and is_remote(t)]
         if afar and chosen.read_bytes:
             chosen = replace(chosen, read_bytes=False)
-            typer.echo(f"mtpconv: of {afar[0]} only headers are read: tier L0", err=True)
+            if ranks.is_first:
+                typer.echo(f"mtpconv: of {afar[0]} only headers are read: tier L0", err=True)
         sides = _open(stack, before, after, base, mapping, headers_only=not chosen.read_bytes)
         writes = [("--report", path) for _, path in targets]
         writes += [("--attest", attestation)] if attestation is not None else []
@@ -79,27 +88,42 @@ def run_audit(
             reads = places_read(*near, mapping, manifest, options.get("waivers"))
             for option, file in writes:
                 require_file(option, file, reads)
-        done = run_with_progress(sides, chosen, make_progress(quiet))
-        if manifest is not None:
-            _require_its_manifest(manifest, Path(after), chosen)
-    if targets:
-        write_reports(done, report)
-    if attestation is not None and manifest is not None:
-        write_file(
-            attestation,
-            attest.render(done, manifest=manifest.read_bytes(), name=manifest.name),
+        done = run_with_progress(
+            sides, chosen, make_progress(quiet or not ranks.is_first), ranks=ranks
         )
-    _show(done, form, verbose=verbose, quiet=quiet)
+        if manifest is not None:
+            _require_its_manifest(manifest, Path(after), chosen, ranks)
+        if ranks.is_first:
+            write_reports(done, report)
+            _attest(done, attestation, manifest)
+            _show(done, form, verbose=verbose, quiet=quiet)
+        _require_one_verdict(done, ranks)
     raise typer.Exit(EXIT[done.verdict])
 
 
-def _require_its_manifest(manifest: Path, after: Path, options: Options) -> None:
+def _attest(done: Report, attestation: Path | None, manifest: Path | None) -> None:
+    if attestation is not None and manifest is not None:
+        statement = attest.render(done, manifest=manifest.read_bytes(), name=manifest.name)
+        write_file(attestation, statement)
+
+
+def _require_one_verdict(done: Report, ranks: Ranks) -> None:
+    """All ranks found the same, and the first one has said so."""
+    sys.stdout.flush()
+    verdicts = ranks.gather("verdict", done.verdict)
+    if len(set(verdicts)) > 1:
+        raise UnreadableError(
+            f"the ranks do not agree ({', '.join(verdicts)}); every rank must read the same files"
+        )
+
+
+def _require_its_manifest(manifest: Path, after: Path, options: Options, ranks: Ranks) -> None:
     """A statement may name only a manifest that is really that of the audited checkpoint."""
     if manifest.resolve() == after.resolve():
         return
     sides = open_sides(manifest, after, headers_only=not options.read_bytes)
     same = Options(read_bytes=options.read_bytes, allow=frozenset({"config"}))
-    found = audit(sides.before, sides.after, same)
+    found = audit(sides.before, sides.after, same, ranks=ranks)
     if found.verdict != "pass":
         wrong = sum(f.severity == "error" for f in found.findings)
         raise RefusedError(
@@ -142,16 +166,22 @@ def _open(
     )
 
 
-def run_with_progress(sides: Sides, options: Options, progress: Progress) -> Report:
-    """The audit with its bytes counted."""
+def run_with_progress(
+    sides: Sides, options: Options, progress: Progress, *, ranks: Ranks | None = None
+) -> Report:
+    """The audit with its bytes counted, about those that this rank reads."""
+    ranks = ranks or Ranks()
     if options.read_bytes:
         tensors = sides.after.tensors
         regions = sides.after.naming.regions(tensors)
         # Without a reference only MTP is read: its values say whether it was trained.
         names = [n for n in tensors if sides.before is not None or regions[n].kind == "mtp"]
-        progress.begin("audit", sum(tensors[n].nbytes for n in names))
+        progress.begin("audit", sum(tensors[n].nbytes for n in names) // ranks.size)
     try:
-        return audit(sides.before, sides.after, options, base=sides.base, progress=progress.advance)
+        return audit(
+            sides.before, sides.after, options,
+            base=sides.base, progress=progress.advance, ranks=ranks,
+        )  # fmt: skip
     finally:
         progress.end()
 
@@ -187,29 +217,47 @@ def make_options(
     )
 
 
-def run_inventory(checkpoint: Path, *, output: Path | None, files: bool, quiet: bool) -> None:
-    """Hash every tensor of a checkpoint."""
+def run_inventory(
+    checkpoint: Path, *, output: Path | None, files: bool, quiet: bool, meet: Path | None = None
+) -> None:
+    """Hash every tensor of a checkpoint; the first of several ranks writes the manifest."""
+    ranks = ranks_of(os.environ, READING)
+    with ranks.together(meet or Path.cwd(), "inventory", str(checkpoint)):
+        taken = _inventory(checkpoint, output, files=files, quiet=quiet, ranks=ranks)
+        if ranks.is_first:
+            _hand_out(taken, output, quiet=quiet)
+        ranks.gather("written", None)
+
+
+def _inventory(
+    checkpoint: Path, output: Path | None, *, files: bool, quiet: bool, ranks: Ranks
+) -> Manifest:
     opened = open_any(checkpoint)
     if opened.format == "manifest":
         raise UsageError(f"{checkpoint}: is a manifest already; name a checkpoint")
     require_sound(opened)
     if output is not None:
         require_file("--output", output, places_read(checkpoint))
-    progress = make_progress(quiet or output is None)
-    progress.begin("inventory", sum(s.nbytes for s in opened.tensors.values()))
+    progress = make_progress(quiet or output is None or not ranks.is_first)
+    progress.begin("inventory", sum(s.nbytes for s in opened.tensors.values()) // ranks.size)
     try:
-        taken = take_manifest(
+        return take_manifest(
             opened,
             checkpoint,
             opened.format,
             config=getattr(opened, "config", None),
-            files=hash_files(checkpoint) if files else None,
+            files=hash_files(checkpoint, ranks=ranks) if files else None,
             progress=progress.advance,
+            ranks=ranks,
         )
     finally:
         progress.end()
+
+
+def _hand_out(taken: Manifest, output: Path | None, *, quiet: bool) -> None:
     if output is None:
         sys.stdout.write(manifest_text(taken))
+        sys.stdout.flush()
         return
     write_manifest(taken, output)
     if not quiet:

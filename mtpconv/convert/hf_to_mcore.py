@@ -24,7 +24,6 @@ from mtpconv.convert.fp8 import (
 from mtpconv.convert.needs import TO_MCORE, files_need, memory_need, names_need
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
-from mtpconv.convert.ranks import Ranks
 from mtpconv.convert.record_files import RecordFiles
 from mtpconv.convert.remarks import file_notes
 from mtpconv.convert.snapshot import Snapshot, files_below
@@ -38,6 +37,7 @@ from mtpconv.mapping.table import Table, find_table, read_table
 from mtpconv.megatron_args import megatron_args
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
+from mtpconv.ranks import Ranks
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Files, blocks
 from mtpconv.store.crew import Crew

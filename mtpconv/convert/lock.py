@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from mtpconv.errors import UsageError
+from mtpconv.ranks import process_lives
 
 #: Filesystems without flock (some Lustre and NFS mounts) answer one of these.
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
@@ -117,16 +118,3 @@ def _lives(holder: dict[str, object]) -> bool:
     """False only if it is known that the process is gone."""
     pid = holder.get("pid")
     return bool(holder) and (holder.get("host") != socket.gethostname() or process_lives(pid))
-
-
-def process_lives(pid: object) -> bool:
-    """Whether a process of this machine is running."""
-    if not isinstance(pid, int) or pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

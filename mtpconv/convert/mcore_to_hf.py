@@ -28,7 +28,6 @@ from mtpconv.convert.journal import Done
 from mtpconv.convert.needs import TO_HF, files_need, memory_need, names_need
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
-from mtpconv.convert.ranks import Ranks, deal
 from mtpconv.convert.remarks import Since, carried_notes, file_notes, since
 from mtpconv.convert.shards import Shard, shard_is_whole, write_shards
 from mtpconv.convert.snapshot import Snapshot, files_of
@@ -45,6 +44,7 @@ from mtpconv.mapping.check import check_plan
 from mtpconv.mapping.layouts import detect_layout
 from mtpconv.mapping.plan import make_plan
 from mtpconv.progress import Progress
+from mtpconv.ranks import Ranks, deal
 from mtpconv.store.arithmetic import Undone
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Pieced

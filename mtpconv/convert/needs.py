@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from mtpconv.convert.ranks import Ranks
+from mtpconv.ranks import Ranks
 from mtpconv.store.crew import default_jobs
 
 #: Units: bytes. What filesystems give out at once.

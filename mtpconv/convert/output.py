@@ -19,9 +19,9 @@ from typing import Self
 
 from mtpconv.convert.journal import Done, Journal, read_journals
 from mtpconv.convert.lock import Lock
-from mtpconv.convert.ranks import Ranks
 from mtpconv.convert.target import check_space, check_target, explain, work_folder
 from mtpconv.errors import MtpconvError, UsageError, WriteError
+from mtpconv.ranks import Ranks
 from mtpconv.store.places import Places, real_path
 from mtpconv.store.source import sync
 

@@ -12,12 +12,12 @@ from mtpconv import __version__
 from mtpconv.convert.flush import Flusher
 from mtpconv.convert.journal import Done
 from mtpconv.convert.output import Output
-from mtpconv.convert.ranks import share
 from mtpconv.convert.records import Placed, Recorder, together, write_batch
 from mtpconv.errors import UnreadableError
 from mtpconv.mapping.layouts import Layout
 from mtpconv.mapping.plan import Plan, Step
 from mtpconv.progress import Progress
+from mtpconv.ranks import share
 from mtpconv.store.content import Run, run_blocks
 from mtpconv.store.crc import crc32
 from mtpconv.store.crew import Crew, interleaved

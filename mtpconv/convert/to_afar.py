@@ -23,11 +23,11 @@ from mtpconv.convert.mcore_to_hf import (
 )
 from mtpconv.convert.needs import TO_HF, memory_need
 from mtpconv.convert.outcome import Outcome
-from mtpconv.convert.ranks import Ranks
 from mtpconv.convert.snapshot import Snapshot
 from mtpconv.convert.verify import verify_digests
 from mtpconv.errors import UsageError
 from mtpconv.progress import Progress
+from mtpconv.ranks import Ranks
 from mtpconv.store.afar import open_afar
 from mtpconv.store.content import Reading, reading
 from mtpconv.store.crew import Crew

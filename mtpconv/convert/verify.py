@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from mtpconv.convert.ranks import Ranks, share
 from mtpconv.errors import RefusedError, UnreadableError
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
+from mtpconv.ranks import Ranks, share
 from mtpconv.store.checkpoint import Checkpoint
 from mtpconv.store.content import Pieced
 from mtpconv.store.crc_check import CrcCheck

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mtpconv.store.content import Run, run_blocks
 from mtpconv.store.crc import Sealed, SealedFile, crc32
@@ -124,6 +125,33 @@ class CrcCheck:
         """The ranges that do not have their CRC-32, in the order of files and places."""
         return [self.range(i) for i, state in enumerate(self._state) if state == _BROKEN]
 
+    def known(self) -> list[Any]:
+        """What was found out so far, as JSON: a state per range, and the parts of open ones."""
+        with self._lock:
+            parts = [[at, *part] for at, found in self._parts.items() for part in found]
+            return [self._state.hex(), parts]
+
+    def pool(self, known: Sequence[list[Any]]) -> None:
+        """Know what several processes know together: that of each, this one's among them.
+
+        Law: then all know the same, and a range that they read in turns is settled.
+        """
+        with self._lock:
+            states = [bytes.fromhex(state) for state, _ in known]
+            self._state = bytearray(map(max, *states) if len(states) > 1 else states[0])
+            self._parts = {}
+            parts = sorted({tuple(part) for _, found in known for part in found})
+            for at, found in groupby(parts, key=lambda part: part[0]):
+                if self._state[at]:
+                    continue
+                joined = self._parts[at] = _joined([part[1:] for part in found])
+                whole = self.range(at)
+                begin, end, crc = joined[0]
+                if end - begin == whole.nbytes:
+                    first, one = self._files[whole.file]
+                    self._settle(at, crc == one.crcs[at - first])
+                    del self._parts[at]
+
     def nbytes(self, number: int) -> int:
         """Size of a range."""
         return self.range(number).nbytes
@@ -148,6 +176,20 @@ class CrcCheck:
         first, one = self._files[file]
         i = number - first
         return Range(one.names[i], file, one.starts[i], one.sizes[i])
+
+
+def _joined(parts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Parts in their order; neighbours as one, without those that overlap one before."""
+    joined: list[tuple[int, int, int]] = []
+    for begin, end, crc in parts:
+        if joined and begin < joined[-1][1]:
+            continue
+        if joined and begin == joined[-1][1]:
+            start, _, before = joined.pop()
+            joined.append((start, end, combined(before, crc, end - begin)))
+        else:
+            joined.append((begin, end, crc))
+    return joined
 
 
 def combined(first: int, second: int, nbytes: int) -> int:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from blake3 import blake3
 
 from mtpconv.errors import UnreadableError, UnsupportedError, WriteError
+from mtpconv.ranks import Ranks, share
 from mtpconv.store.checkpoint import Checkpoint, Chunk, Problem
 from mtpconv.store.content import Pieced
 from mtpconv.store.digest import Progress, digest_tensors
@@ -31,6 +32,7 @@ MANIFEST_FORMAT = "mtpconv-manifest"
 MANIFEST_VERSION = 1
 
 _ROW = frozenset({"name", "dtype", "shape", "blake3"})
+_NOT_THE_SAME = "the ranks do not see the same there; every rank must read the same files"
 _HEX = re.compile(r"[0-9a-f]{64}")
 #: Units: bytes. 200 per tensor; the largest model seen has 100,000 tensors.
 _MAX_MANIFEST_BYTES = 1 << 30
@@ -83,13 +85,20 @@ def take_manifest(
     files: Mapping[str, str] | None = None,
     progress: Progress | None = None,
     workers: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Manifest:
     """Hashes every tensor of a checkpoint; `progress` is called with bytes done.
 
-    Raises: UnreadableError if a file ends early.
+    Several `ranks` hash a stretch each, and all get the manifest.
+
+    Raises: UnreadableError if a file ends early, or the ranks do not see the same tensors.
     """
+    ranks = ranks or Ranks()
     # In the order of the checkpoint, which is mostly that of the disk.
-    digests = dict(digest_tensors(source, list(source.tensors), progress, workers))
+    mine = share(list(source.tensors), lambda n: source.tensors[n].nbytes, ranks)
+    digests = _of_all(dict(digest_tensors(source, mine, progress, workers)), ranks)
+    if digests.keys() != source.tensors.keys():
+        _refuse(path, _NOT_THE_SAME)
     tensors = {name: source.tensors[name] for name in digests}
     return Manifest(path, source_format, tensors, digests, config, dict(files or {}))
 
@@ -116,13 +125,35 @@ class _Shapes(dict[Shape, str]):
         return text
 
 
-def hash_files(folder: Path, names: Sequence[str] | None = None) -> dict[str, str]:
+def hash_files(
+    folder: Path, names: Sequence[str] | None = None, ranks: Ranks | None = None
+) -> dict[str, str]:
     """sha256 of the files below a folder, by path relative to it; hidden folders are left out.
 
-    Raises: UnreadableError if a file cannot be read.
+    Raises: UnreadableError if a file cannot be read, or the ranks do not see the same files.
     """
+    ranks = ranks or Ranks()
     if names is None:
         names = sorted(_walk(folder))
+    mine = share(names, lambda n: _size(folder / n), ranks)
+    found = _of_all(_hash_files(folder, mine), ranks)
+    if found.keys() != set(names):
+        _refuse(folder, _NOT_THE_SAME)
+    return found
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # whoever reads it says what is wrong
+
+
+def _of_all(mine: Mapping[str, str], ranks: Ranks) -> dict[str, str]:
+    return {name: digest for part in ranks.gather("digests", mine) for name, digest in part.items()}
+
+
+def _hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
     out: dict[str, str] = {}
     for name in names:
         try:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import measure, model
 from mtpconv.convert import Outcome, hf2mcore, mcore2hf
 from mtpconv.convert.output import Output
-from mtpconv.convert.ranks import Ranks
+from mtpconv.ranks import Ranks
 from mtpconv.synth import shrink
 from tests.convert.folders import make_hf
 from tests.mapping.toy import config

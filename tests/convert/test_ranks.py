@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtpconv.convert import hf2mcore, mcore2hf
-from mtpconv.convert.ranks import Ranks, deal, ranks_of, share
 from mtpconv.errors import MtpconvError, UsageError, WriteError
 from mtpconv.progress import Progress
+from mtpconv.ranks import Ranks, deal, ranks_of, share
 from mtpconv.store.digest import digest_tensors
 from mtpconv.store.torch_dist import open_torch_dist
 from tests.convert.folders import file_hashes, make_hf
@@ -210,7 +210,7 @@ if os.environ["RANK"] == bad:
         return real(self, *rest)
     TorchDistWriter.reserve = reserve
 sys.argv[1:] = sys.argv[3:]
-from mtpconv.convert import ranks
+from mtpconv import ranks
 ranks.Ranks.__init__.__kwdefaults__["patience"] = 6.0
 from mtpconv.cli import main
 main()

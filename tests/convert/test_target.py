@@ -19,10 +19,10 @@ import mtpconv.convert.output as output_module
 import mtpconv.convert.target as target_module
 from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.convert.output import Output
-from mtpconv.convert.ranks import Ranks
 from mtpconv.convert.verify import verify_digests
 from mtpconv.errors import RefusedError, UnreadableError, UsageError, WriteError
 from mtpconv.mapping.table import find_table
+from mtpconv.ranks import Ranks
 from mtpconv.store.places import places_read
 from mtpconv.store.torch_dist import open_torch_dist
 from tests.convert.folders import file_hashes, make_hf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import zlib
@@ -53,6 +54,39 @@ def tiles(draw: st.DrawFn) -> Cuts:
 
 
 ODD = st.lists(st.tuples(st.integers(0, 99), st.integers(1, 120)), max_size=6)
+
+
+@given(tiles(), st.integers(1, 4), st.booleans(), st.randoms())
+def test_several_processes_know_together_what_one_would(
+    cuts: Cuts, count: int, flipped: bool, order: random.Random
+) -> None:
+    path, data = Path("x"), random.Random(2).randbytes(100)
+    shown = bytes([*data[:50], data[50] ^ flipped, *data[51:]])
+    ranges = {"a": (7, data), "b": (107, data), "unread": (207, data)}
+    checks = [CrcCheck(sealed(path, ranges)) for _ in range(count)]
+    order.choice(checks).saw(path, 107, memoryview(shown))
+    for begin, end in cuts:
+        order.choice(checks).saw(path, 7 + begin, memoryview(shown[begin:end]))
+    everyone = [json.loads(json.dumps(check.known())) for check in checks]
+    for check in checks:
+        check.pool(everyone)
+        assert check.rest == [2]
+        assert [r.name for r in check.broken] == ["a", "b"] * flipped
+        assert check.known() == checks[0].known()
+
+
+@given(tiles(), ODD, st.booleans(), st.randoms())
+def test_what_processes_read_twice_is_settled_right_or_not_at_all(
+    cuts: Cuts, odd: list[tuple[int, int]], flipped: bool, order: random.Random
+) -> None:
+    path, data = Path("x"), random.Random(2).randbytes(100)
+    shown = bytes([*data[:50], data[50] ^ flipped, *data[51:]])
+    checks = [CrcCheck(sealed(path, {"a": (0, data)})) for _ in range(3)]
+    for begin, end in [*cuts, *((begin, begin + size) for begin, size in odd)]:
+        order.choice(checks).saw(path, begin, memoryview(shown[begin:end]))
+    checks[1].pool([check.known() for check in checks])
+    assert checks[1].rest in ([], [0])
+    assert [r.name for r in checks[1].broken] == ["a"] * (flipped and checks[1].rest == [])
 
 
 @given(tiles(), st.booleans())

@@ -1,13 +1,14 @@
-"""Several processes, on one machine or many, that convert one checkpoint together.
+"""Several processes, on one machine or many, that convert or audit one checkpoint together.
 
 The launcher (torchrun, srun, mpirun) starts the same command everywhere; the ranks find each
-other in a folder beside the target, on the filesystem they all write to. No network, no
-scheduler of our own. Each does its share, the first one commits.
+other in a folder on a filesystem they all write to, beside the target of a conversion. No network,
+no scheduler of our own. Each does its share, the first one commits, or reports.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -15,12 +16,12 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mtpconv.convert.lock import process_lives
-from mtpconv.errors import MtpconvError, UsageError, WriteError
+from mtpconv.errors import MtpconvError, UnreadableError, UsageError, WriteError
 
 T = TypeVar("T")
 
@@ -36,6 +37,37 @@ _LAUNCHERS = (
 _BEAT = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What it means that a rank is lost, for whoever has to say it."""
+
+    error: type[MtpconvError]
+    #: if one never came
+    absent: str
+    #: if one failed or died
+    lost: str
+    #: what to do then
+    advice: str
+    #: what to do if the folder where they meet is somebody else's
+    elsewhere: str
+
+
+CONVERSION = Loss(
+    WriteError,
+    "nothing was written",
+    "the output is not committed",
+    "run again, with --resume to keep what is done",
+    "name another target",
+)
+READING = Loss(
+    UnreadableError,
+    "there is no result; all ranks must see the folder of --meet (default: the current one)",
+    "there is no result",
+    "run again",
+    "name another folder with --meet",
+)
+
+
 class Ranks:
     """One rank among `size`; with one rank nothing is written and nobody is waited for.
 
@@ -43,10 +75,18 @@ class Ranks:
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, launch: str = "", *, patience: float = 60.0
+        self,
+        rank: int = 0,
+        size: int = 1,
+        launch: str = "",
+        *,
+        patience: float = 60.0,
+        loss: Loss = CONVERSION,
     ) -> None:
         self.rank = rank
         self.size = size
+        self._loss = loss
+        self._stages = 0
         self._launch = launch
         self._patience = patience
         self._place: Path | None = None
@@ -56,13 +96,36 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank prepares and commits."""
+        """Whether this rank prepares, commits and reports."""
         return self.rank == 0
+
+    @contextlib.contextmanager
+    def together(self, folder: Path, *about: str) -> Iterator[None]:
+        """Meet in a folder of `folder` made for what this is about, and leave at the end.
+
+        Raises: UsageError if it cannot be made there; the `error` of the loss if a rank is lost.
+        """
+        if self.size == 1:
+            yield
+            return
+        tag = hashlib.sha256(json.dumps([self._launch, *about]).encode()).hexdigest()[:12]
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"{folder}: ranks cannot meet there, it is no folder that can be written; "
+                f"{self._loss.elsewhere}"
+            )
+        try:
+            self.meet(folder / f".mtpconv-ranks-{tag}")
+            yield
+        except BaseException as error:
+            self.leave(error)
+            raise
+        self.leave(None)
 
     def meet(self, place: Path) -> None:
         """Wait until all ranks are there; nothing in `place` is of an earlier launch by then.
 
-        Raises: WriteError if some do not come.
+        Raises: the `error` of the loss if some do not come.
         """
         if self.size == 1:
             return
@@ -72,7 +135,7 @@ class Ranks:
             if found and not any("beat." in name for name in found):
                 raise UsageError(
                     f"{place}: is in the way and was not made by mtpconv; move it elsewhere or "
-                    "name another target"
+                    f"{self._loss.elsewhere}"
                 )
             shutil.rmtree(place, ignore_errors=True)  # of a launch that was killed
             place.mkdir(exist_ok=True)
@@ -86,26 +149,39 @@ class Ranks:
                 if self.is_first:
                     beats = {r: self._read(f"beat.{r}") for r in range(self.size)}
                     absent = [r for r, b in beats.items() if b.get("launch") != self._launch]
-                raise WriteError(
+                raise self._loss.error(
                     f"rank {', '.join(map(str, absent))} of {self.size} did not come within "
-                    f"{self._patience:.0f} s; nothing was written"
+                    f"{self._patience:.0f} s; {self._loss.absent}"
                 )
             time.sleep(0.05)
 
     def gather(self, stage: str, value: T) -> list[T]:
         """The values of all ranks, in their order, once all have come to this stage.
 
-        Values are JSON. Raises: WriteError if a rank failed or died.
+        Values are JSON; all ranks go through the same stages in the same order, whose names may
+        come again. Raises: the `error` of the loss if a rank failed or died.
         """
         if self.size == 1:
             return [value]
-        self._put(f"{stage}.{self.rank}", {"value": value})
+        self._stages += 1
+        place = f"stage{self._stages}"
+        try:
+            self._put(f"{place}.{self.rank}", {"stage": stage, "value": value})
+        except FileNotFoundError as error:
+            raise self._loss.error(
+                f"rank 0 ended before rank {self.rank} was done; {self._loss.lost}"
+            ) from error
         found: dict[int, Any] = {}
 
         def complete() -> bool:
             for rank in range(self.size):
                 if rank not in found:
-                    said = self._read(f"{stage}.{rank}")
+                    said = self._read(f"{place}.{rank}")
+                    if said.get("stage", stage) != stage:
+                        raise self._loss.error(
+                            f"rank {rank} does something else: {said['stage']} instead of {stage}; "
+                            f"{self._loss.lost}, start all with one command on the same files"
+                        )
                     if "value" in said:
                         found[rank] = said["value"]
             return len(found) == self.size
@@ -175,13 +251,12 @@ class Ranks:
             for rank in set(range(self.size)) - {self.rank, *come}:
                 why = self._read(f"failed.{rank}").get("why")
                 if why is not None:
-                    raise WriteError(f"rank {rank} failed ({why}); the output is not committed")
+                    raise self._loss.error(f"rank {rank} failed ({why}); {self._loss.lost}")
                 if time.monotonic() - begun > 1.0 and not self._lives(rank):
                     beat = self._read(f"beat.{rank}")
-                    raise WriteError(
+                    raise self._loss.error(
                         f"rank {rank} (process {beat.get('pid')} on {beat.get('host')}) died or "
-                        "hangs; the output is not committed, run again, with --resume to keep "
-                        "what is done"
+                        f"hangs; {self._loss.lost}, {self._loss.advice}"
                     )
             time.sleep(pause)
             pause = min(0.2, pause * 1.5)
@@ -215,7 +290,7 @@ class Ranks:
         return value if isinstance(value, dict) else {}
 
 
-def ranks_of(environment: Mapping[str, str]) -> Ranks:
+def ranks_of(environment: Mapping[str, str], loss: Loss = CONVERSION) -> Ranks:
     """The rank that a launcher gave this process; one of one without a launcher.
 
     Raises: UsageError if the launcher's variables contradict each other.
@@ -230,8 +305,8 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks:
                 "unset both, or start through torchrun, srun or mpirun"
             )
         launch = " ".join(environment.get(name, "") for name in launch_names)
-        return Ranks(int(rank), int(size), launch)
-    return Ranks()
+        return Ranks(int(rank), int(size), launch, loss=loss)
+    return Ranks(loss=loss)
 
 
 def share(items: Sequence[T], size: Callable[[T], int], ranks: Ranks) -> Sequence[T]:
@@ -260,3 +335,16 @@ def deal(sizes: Mapping[T, int], ranks: Ranks) -> list[T]:
         if least == ranks.rank:
             mine.add(item)
     return [item for item in sizes if item in mine]
+
+
+def process_lives(pid: object) -> bool:
+    """Whether a process of this machine is running."""
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
