@@ -234,6 +234,16 @@ def _word(value: Any) -> str:
     return "(" + "+".join(f"[{entry}]*{count}" for entry, count in runs) + ")"
 
 
+def namespace_text(args: Mapping[str, Any]) -> str:
+    """`args` as Python assignments to the attributes of `args`, sorted by name."""
+    return "".join(
+        f"args.{name} = "
+        + (f"{value.module}.{value.name}" if isinstance(value, Global) else repr(value))
+        + "\n"
+        for name, value in sorted(args.items())
+    )
+
+
 def yaml_text(args: Mapping[str, Any]) -> str:
     """`args` as a flat YAML map; a value that YAML has no form for is a string naming it."""
     return "".join(f"{name}: {_scalar(value)}\n" for name, value in args.items())

@@ -9,7 +9,8 @@ import typer
 
 from mtpconv.cli.files import require_file
 from mtpconv.cli.plan import load_plan
-from mtpconv.errors import UsageError
+from mtpconv.errors import RefusedError, UnreadableError, UsageError
+from mtpconv.mapping.plan import Plan
 from mtpconv.store.places import places_read
 
 
@@ -54,33 +55,60 @@ def _hush() -> None:
 
 
 def run_args(model: Path, *, form: str, mapping: Path | None) -> None:
-    """Print Megatron's arguments for a model."""
+    """Print Megatron's arguments for a model; nothing but the reasons (exit 3) if some have none.
+
+    Those of a Megatron checkpoint have the vocabulary that its embedding is padded to.
+    """
     import shlex
 
-    from mtpconv.megatron_args import megatron_args, shell_flags, yaml_text
+    from mtpconv.megatron_args import megatron_args, namespace_text, shell_flags, yaml_text
 
+    if form not in ("flags", "yaml", "namespace"):
+        raise UsageError(f"--format {form}: must be flags, yaml or namespace")
+    plan = load_plan(model, mapping)
     gaps: list[str] = []
-    args = megatron_args(load_plan(model, mapping).geometry, gaps=gaps)
-    for gap in gaps:
-        typer.echo(f"mtpconv: Megatron cannot be told: {gap}", err=True)
-    code = 3 if gaps else 0  # what is printed is not the whole model
-    if form == "flags":
-        words = shell_flags(args)
+    args = megatron_args(plan.geometry, _embedding_rows(model, plan), gaps)
+    if gaps:  # the rest would be taken for the whole model
+        for gap in gaps:
+            typer.echo(f"mtpconv: Megatron cannot be told: {gap}", err=True)
+        raise typer.Exit(3)
+    if form == "yaml":
+        typer.echo(yaml_text(args), nl=False)
+    elif form == "namespace":
+        typer.echo(namespace_text(args), nl=False)
+    else:
         lines: list[str] = []
-        for word in words:
+        for word in shell_flags(args):
             if word.startswith("--") or not lines:
                 lines.append(shlex.quote(word))
             else:
                 lines[-1] += f" {shlex.quote(word)}"
         typer.echo(" \\\n".join(lines))
-    elif form == "yaml":
-        typer.echo(yaml_text(args), nl=False)
-    elif form == "namespace":
-        for name, value in sorted(args.items()):
-            typer.echo(f"args.{name} = {value!r}")
-    else:
-        raise UsageError(f"--format {form}: must be flags, yaml or namespace")
-    raise typer.Exit(code)
+
+
+def _embedding_rows(model: Path, plan: Plan) -> int | None:
+    """Rows of the embedding that a Megatron checkpoint stores; None for anything else.
+
+    Raises: RefusedError if the checkpoint has no embedding.
+    """
+    from mtpconv.mapping.layouts import detect_layout
+    from mtpconv.store.dist_folder import find_folder
+    from mtpconv.store.legacy import open_megatron
+
+    step = next((s for s in plan.steps if s.op.name == "pad_rows"), None)
+    if step is None or not model.is_dir():
+        return None
+    try:
+        find_folder(model)
+    except UnreadableError:
+        return None
+    stored = open_megatron(model).tensors
+    key = detect_layout(plan, stored.keys()).address(step.key, plan.geometry).key
+    if key not in stored:
+        raise RefusedError(
+            f"{model}: has no {key}, whose rows are Megatron's vocabulary; name a whole checkpoint"
+        )
+    return stored[key].shape[0]
 
 
 def run_acceptance(checkpoint: Path, *, form: str, quiet: bool, **options: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mtpconv.cli.app import app
 from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.convert.hf_to_mcore import plan_hf2mcore
 from mtpconv.errors import RefusedError
@@ -62,3 +64,32 @@ def test_rows_that_hold_numbers_are_not_cut(tmp_path: Path) -> None:
     overwrite(mcore, HEAD, bytes(data))
     with pytest.raises(RefusedError, match=r"lm_head\.weight: 26 rows beyond .* are not zero"):
         mcore2hf(mcore, tmp_path / "back")
+
+
+@pytest.mark.parametrize("stage", [".", "release"])
+def test_printed_args_are_those_of_the_stored_rows(
+    tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, mcore = padded(tmp_path, 512, vocab_size=70)
+    said = open_torch_dist(mcore).common["args"]
+    with pytest.raises(SystemExit) as stop:
+        app(["args", str(mcore / stage), "--format", "namespace"])
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert said["padded_vocab_size"] == 512
+    for name in ("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"):
+        assert f"args.{name} = {said[name]}" in lines
+    assert "args.params_dtype = torch.bfloat16" in lines
+
+
+def test_args_that_are_not_the_whole_model_are_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {**config(), "dtype": "float64"}
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    for form in ("flags", "yaml", "namespace"):
+        with pytest.raises(SystemExit) as stop:
+            app(["args", str(tmp_path / "config.json"), "--format", form])
+        said = capsys.readouterr()
+        assert (stop.value.code, said.out) == (3, "")
+        assert "Megatron cannot be told: " in said.err
