@@ -32,7 +32,12 @@ from mtpconv.audit.pair import (
 from mtpconv.audit.profiles import profile_findings
 from mtpconv.audit.quantised import is_quantised
 from mtpconv.audit.shares import shared_outcomes
-from mtpconv.audit.single import completeness_findings, missing_names, single_regions
+from mtpconv.audit.single import (
+    completeness_findings,
+    left_out_notes,
+    missing_names,
+    single_regions,
+)
 from mtpconv.audit.subject import ARGS, Subject, without_unindexed
 from mtpconv.audit.twins import twin_findings
 from mtpconv.audit.verdict import Looked, make_report
@@ -177,7 +182,7 @@ def _audit_single(
         regions |= {n: after.expected.regions[n] for n in missing}
     looked = Looked(
         None, after, "L0" if after.tensors else "none",
-        Compared(len(after.tensors), nbytes, (), after.notes),
+        Compared(len(after.tensors), nbytes, (), (*after.notes, *left_out_notes(after))),
         status, dict(sorted(states.items())), regions, nothing=not after.tensors,
         checked=_checked(None, after, options, base),
     )  # fmt: skip

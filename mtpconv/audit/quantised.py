@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 from mtpconv.audit.codes import finding
@@ -83,7 +84,11 @@ def with_fp8_scales(
         scale = there.get(name, name + SCALE)
         scales[scale] = tensors.get(scale, TensorSpec("F32", shape))
         regions[scale] = expected.regions[name]
-    return Expected({**expected.tensors, **scales}, {**expected.regions, **regions})
+    return replace(
+        expected,
+        tensors={**expected.tensors, **scales},
+        regions={**expected.regions, **regions},
+    )
 
 
 def scale_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[Finding]:

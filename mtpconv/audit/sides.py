@@ -30,7 +30,7 @@ from mtpconv.errors import (
     UsageError,
 )
 from mtpconv.geometry import read_geometry
-from mtpconv.mapping.check import is_carried
+from mtpconv.mapping.check import is_carried, left_out
 from mtpconv.mapping.layouts import as_stored, detect_layout
 from mtpconv.mapping.plan import Plan, make_plan, promised_names
 from mtpconv.mapping.table import Table, find_table, read_table
@@ -105,7 +105,8 @@ def open_sides(
     digests = any(isinstance(o, Manifest) for o in sides)
     old, new, base_seen = (_seen(o, plan, held, digests=digests) for o in (left, right, origin))
     if old is None:
-        new = replace(_must(new), expected=Expected(plan.hf, plan.regions))
+        new = _must(new)
+        new = replace(new, expected=_expected(plan, new.tensors))
     return Sides(old, _must(new), base_seen)
 
 
@@ -159,8 +160,16 @@ def expected_inventory(
         table = _table(config, mapping)
     except UnsupportedError:
         return None
-    plan = _planned(config, table, present)
-    return Expected(plan.hf, plan.regions)
+    return _expected(_planned(config, table, present), present)
+
+
+def _expected(plan: Plan, present: Collection[str]) -> Expected:
+    """What a plan promises, and what of the names present its table leaves out on purpose."""
+    return Expected(plan.hf, plan.regions, _left_out(plan.table, plan.hf, present))
+
+
+def _left_out(table: Table, known: Collection[str], present: Collection[str]) -> Mapping[str, str]:
+    return left_out(table, [n for n in present if n not in known])
 
 
 def _promise(opened: HfCheckpoint | Manifest, mapping: Path | None) -> _Promise:
@@ -174,14 +183,18 @@ def _promise(opened: HfCheckpoint | Manifest, mapping: Path | None) -> _Promise:
     except (RefusedError, UnsupportedError) as error:
         fault = Problem("config_contradiction", str(error), file=CONFIG_NAME)
     else:
-        return (None if expected is None else _with_scales(expected, opened)), ()
+        if expected is None:
+            return None, ()
+        return _with_scales(expected, opened), ()
     assert config is not None  # None promises nothing, and breaks nothing
     try:
         _refuse_invented_counts(config, len(present))
-        names = promised_names(config, _table(config, mapping), present)
+        table = _table(config, mapping)
+        names = promised_names(config, table, present)
     except (RefusedError, UnsupportedError):
         return None, (fault,)
-    return _with_scales(Expected(dict.fromkeys(names), names), opened), (fault,)
+    expected = Expected(dict.fromkeys(names), names, _left_out(table, names, present))
+    return _with_scales(expected, opened), (fault,)
 
 
 def _with_scales(expected: Expected, opened: HfCheckpoint | Manifest) -> Expected:
@@ -238,7 +251,7 @@ def _alone(opened: Opened, mapping: Path | None) -> Subject:
     except UnsupportedError:
         return torch_dist_subject(opened)
     view = HfView(opened, plan, carried=source.carried)
-    return view_subject(view, Expected(plan.hf, plan.regions))
+    return view_subject(view, _expected(plan, view.tensors))
 
 
 def _plain(opened: Opened | None) -> Subject | None:

@@ -12,6 +12,7 @@ from mtpconv.audit.promise import read_promise
 from mtpconv.audit.quantised import form_findings, scale_findings
 from mtpconv.audit.subject import ARGS, Expected, Subject
 from mtpconv.audit.tablefree import tablefree_findings
+from mtpconv.ranges import compress
 from mtpconv.store.hf import CONFIG_NAME
 from mtpconv.tensors import Region
 
@@ -66,6 +67,26 @@ def completeness_findings(
     yield from scale_findings(subject, regions)
 
 
+def left_out_notes(subject: Subject) -> Iterator[str]:
+    """What is there and the table leaves out on purpose: no finding, and not to be silent about."""
+    expected = subject.expected
+    if expected is None or not expected.left_out:
+        return
+    groups: dict[str, list[str]] = {}
+    for name in subject.tensors:
+        what = _left_out(expected, name) if name not in expected.tensors else None
+        if what is not None:
+            groups.setdefault(what, []).append(name)
+    for what, names in sorted(groups.items()):
+        plural = "" if len(names) == 1 else "s"
+        yield f"{len(names)} tensor{plural} {what}: {compress(sorted(names), 3)}"
+
+
+def _left_out(expected: Expected, name: str) -> str | None:
+    """What becomes of a tensor that the table leaves out, codes and scales of one too."""
+    return expected.left_out.get(name) or expected.left_out.get(companion_base(name) or "")
+
+
 def _missing(subject: Subject, expected: Expected, missing: Collection[str]) -> Iterator[Finding]:
     present = depths_of(subject.tensors, {**subject.naming.regions(subject.tensors)})
     for name in missing:
@@ -93,6 +114,8 @@ def _unexpected(
         base = companion_base(name)
         if base in expected.tensors or is_kv_scale(name, subject.tensors):
             continue
+        if _left_out(expected, name) is not None:
+            continue  # left_out_notes says so
         region = regions[name]
         if region.kind == "mtp" and region.index >= (promise.depths or 0):
             continue  # the depth as a whole is one finding, mtp_orphan

@@ -34,6 +34,8 @@ class Expected:
     #: None for a tensor whose shape a broken config does not tell
     tensors: Mapping[str, TensorSpec | None]
     regions: Mapping[str, Region]
+    #: names that are there and that the table leaves out on purpose, and what becomes of them
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from mtpconv.errors import MtpconvError
 from mtpconv.geometry import FACTS, Config, read_geometry
@@ -177,6 +177,17 @@ def layer_of(name: str) -> int | None:
     """Layer number in a name, None if it has none."""
     found = _LAYER.search(name)
     return int(found[1]) if found else None
+
+
+def left_out(table: Table, names: Iterable[str]) -> dict[str, str]:
+    """Those of the names that a table carries beside or discards, and which of the two."""
+    found = {}
+    for name in names:
+        if is_carried(table, name):
+            found[name] = "carried beside the table"
+        elif (reason := discard_reason(table, name)) is not None:
+            found[name] = f"discarded by the table ({reason})"
+    return found
 
 
 def is_left_out(table: Table, name: str) -> bool:
