@@ -15,14 +15,17 @@ def main() -> None:
         from mtpconv.cli.streams import guard_streams
 
         with stoppable() as stop:
+            left: list[str] = []
             try:
                 guard_streams()
                 code = _run()
-            except (Stopped, KeyboardInterrupt):
+            except (Stopped, KeyboardInterrupt) as error:
                 code = _INTERRUPTED
+                left = getattr(error, "__notes__", [])
             if code == _INTERRUPTED:
                 code = 128 + stop.number
-                print("mtpconv: interrupted; no half-written target was left", file=sys.stderr)
+                said = "; ".join(["interrupted", "no half-written target was left", *left])
+                print(f"mtpconv: {said}", file=sys.stderr)
     except BaseException as error:
         if isinstance(error, Exception | SystemExit):
             raise

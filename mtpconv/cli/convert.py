@@ -188,6 +188,9 @@ def _say(done: Outcome, quiet: bool) -> None:
     else:
         state = "every tensor read back and equal" if done.verified else "no (--no-verify)"
         typer.echo(f"  verified  {state}")
+        if done.taken_over:
+            files = f"{done.taken_over:,} file{'s' * (done.taken_over > 1)}"
+            typer.echo(f"  resumed   {files} taken over from an earlier run")
         if done.unchanged is not None:
             typer.echo(f"  weights   {_unchanged(done)} tensors unchanged since hf2mcore")
             if done.changed:

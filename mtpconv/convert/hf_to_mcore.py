@@ -25,7 +25,7 @@ from mtpconv.convert.needs import TO_MCORE, files_need, memory_need, names_need
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
 from mtpconv.convert.record_files import RecordFiles
-from mtpconv.convert.remarks import file_notes
+from mtpconv.convert.remarks import file_notes, resume_notes
 from mtpconv.convert.snapshot import Snapshot, files_below
 from mtpconv.convert.target import check_space, check_target
 from mtpconv.convert.verify import verify_digests
@@ -340,13 +340,13 @@ def hf2mcore(
         unchanged = getattr(opened, "require_unchanged", None)
         if unchanged is not None:  # a remote folder, which the snapshot does not see
             unchanged()
-        ranks.gather("verified", None)
+        taken_over = sum(ranks.gather("verified", out.taken_over))
         if ranks.is_first:
             write_tracker(out.folder, "release" if iteration is None else iteration)
             out.commit()
     return _outcome(
         work, source, target, memory=memory, carried=tuple(beside), verified=verify,
-        seconds=time.monotonic() - started,
+        seconds=time.monotonic() - started, taken_over=taken_over, earlier=out.earlier,
     )  # fmt: skip
 
 
@@ -431,9 +431,12 @@ def _outcome(
     seconds: float = 0.0,
     verified: bool = False,
     dry_run: bool = False,
+    taken_over: int = 0,
+    earlier: int = 0,
 ) -> Outcome:
     notes = [f"Megatron cannot be told: {gap}" for gap in work.gaps]
     notes += file_notes(work.others)
+    notes += resume_notes(earlier, taken_over)
     if work.plan.table.needs:
         notes.append(f"to load it, Megatron-Core needs {work.plan.table.needs}")
     discarded = work.discarded
@@ -461,6 +464,7 @@ def _outcome(
         verified=verified,
         dry_run=dry_run,
         carried=carried,
+        taken_over=taken_over,
         left_behind=tuple(work.others.left),
         notes=tuple(notes),
         steps=(*import_steps(work.content, work.fp8), *import_arithmetic(work.plan)),

@@ -28,7 +28,7 @@ from mtpconv.convert.journal import Done
 from mtpconv.convert.needs import TO_HF, files_need, memory_need, names_need
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
-from mtpconv.convert.remarks import Since, carried_notes, file_notes, since
+from mtpconv.convert.remarks import Since, carried_notes, file_notes, resume_notes, since
 from mtpconv.convert.shards import Shard, shard_is_whole, write_shards
 from mtpconv.convert.snapshot import Snapshot, files_of
 from mtpconv.convert.target import check_space, check_target
@@ -265,7 +265,7 @@ def mcore2hf(
             verify_digests(written, specs, digests, progress, ranks=ranks, jobs=crew.jobs)
         snapshot.require_unchanged()
         beside.require_unchanged()
-        ranks.gather("verified", None)
+        taken_over = sum(ranks.gather("verified", out.taken_over))
         if ranks.is_first:
             out.commit()
     changes = None
@@ -276,7 +276,7 @@ def mcore2hf(
         )  # fmt: skip
     return outcome_of(
         work, source, target, memory=memory, seconds=time.monotonic() - started, verified=verify,
-        changes=changes, unsealed=crcs.unsealed,
+        changes=changes, unsealed=crcs.unsealed, taken_over=taken_over, earlier=out.earlier,
     )  # fmt: skip
 
 
@@ -345,11 +345,13 @@ def outcome_of(
     dry_run: bool = False,
     changes: Since | None = None,
     unsealed: int = 0,
+    taken_over: int = 0,
+    earlier: int = 0,
 ) -> Outcome:
     """What was done, or with `dry_run` would be."""
     plan = work.view.plan
     names = work.names
-    notes = [*file_notes(work.source.others)]
+    notes = [*file_notes(work.source.others), *resume_notes(earlier, taken_over)]
     if work.drop_mtp:
         notes.append("MTP was left out as asked; the config now says 0")
     if work.vision:
@@ -388,6 +390,7 @@ def outcome_of(
         unchanged=changes.unchanged if changes else None,
         unchanged_mtp=changes.unchanged_mtp if changes else None,
         changed=changes.changed if changes else (),
+        taken_over=taken_over,
         left_behind=tuple(work.source.others.left),
         notes=tuple(notes),
         steps=(

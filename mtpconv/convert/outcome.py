@@ -45,6 +45,8 @@ class Outcome:
     #: names of tensors with another digest, in ranges
     changed: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    #: finished files of an earlier run that `resume` took over
+    taken_over: int = 0
     #: files of the HF folder that did not travel
     left_behind: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

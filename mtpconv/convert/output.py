@@ -65,6 +65,10 @@ class Output:
         self._need = need
         self._resume = resume
         self._known: dict[str, Done] = {}
+        #: finished files of earlier runs that this rank took over
+        self.taken_over = 0
+        #: finished files of earlier runs that there were; the first rank knows
+        self.earlier = 0
         self._parents: list[Path] = []
         self._ours = False
         self._committed = False
@@ -110,6 +114,8 @@ class Output:
             if isinstance(error, WriteError):
                 text += f"; {self._what_is_left(kept)}"
             raise type(error)(text) from error
+        if error is not None and not isinstance(error, Exception) and self._resume:
+            error.add_note(self._what_is_left(kept))  # whoever reports the signal says it
         return False
 
     def finished(self, name: str, holds: str) -> tuple[Path, Done] | None:
@@ -125,6 +131,7 @@ class Output:
         """Use a finished file of an earlier run in this one."""
         path.rename(folder / path.name)
         self.journal.add(path.name, done)
+        self.taken_over += 1
 
     def commit(self) -> None:
         """Make the target appear, with `overwrite` instead of what was there.
@@ -180,6 +187,8 @@ class Output:
             path.replace(self._before / path.name)
         if self.folder.exists():
             shutil.rmtree(self.folder)
+        known = read_journals(self.work)
+        self.earlier = sum((self._before / name).exists() for name in known)
         kept = sum(path.stat().st_size for path in self._before.iterdir())
         check_space(self.shown, self._need - kept)
         self.folder.mkdir()
@@ -244,9 +253,13 @@ class Output:
         if os.path.lexists(self._replaced):
             return f"what was there before is in {self._replaced}, put it back"
         if kept:
-            return f"{kept} finished files are kept for --resume"
+            return f"{kept} finished file{'s are' if kept > 1 else ' is'} kept for --resume"
+        if self._resume and not self.ranks.is_first:
+            return "what is finished is kept for --resume"  # the first rank has the count
         if self._ours and self.work.exists():
             return f"what was written cannot be removed, delete {self.work}"
+        if self._resume:
+            return "no file was finished, so nothing was left behind"
         return "nothing was left behind"
 
 

@@ -33,6 +33,17 @@ def file_notes(others: OtherFiles) -> Iterator[str]:
         )
 
 
+def resume_notes(earlier: int, taken_over: int) -> Iterator[str]:
+    """Finished files of an earlier run that this one could not use."""
+    unfit = earlier - taken_over
+    if unfit > 0:
+        yield (
+            f"{unfit} finished file{'s' * (unfit > 1)} of an earlier run did not fit and "
+            f"{'were' if unfit > 1 else 'was'} written anew: another source, other options or "
+            "another number of ranks, or damaged"
+        )
+
+
 class Since(NamedTuple):
     """What became of the tensors since hf2mcore saved their digests."""
 

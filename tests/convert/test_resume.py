@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,34 @@ import pytest
 
 from mtpconv.convert import hf2mcore, mcore2hf, record_files
 from mtpconv.convert.journal import Done, Journal, read_journals
+from mtpconv.convert.output import Output
 from mtpconv.errors import WriteError
 from mtpconv.progress import Progress
+from mtpconv.ranks import Ranks
+from mtpconv.store.places import places_read
 from tests.convert.folders import file_hashes, make_hf
 from tests.mapping.toy import config
 
 Convert = Callable[..., Any]
+COMMAND = """
+import os, signal, sys
+from mtpconv.convert.journal import Journal
+left = int(sys.argv.pop(1))
+real = Journal.add
+def add(self, *rest):
+    global left
+    if left < 1:  # nothing is ever finished
+        os.kill(os.getpid(), signal.SIGINT)
+        return
+    real(self, *rest)
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGINT)
+Journal.add = add
+from mtpconv.cli import main
+sys.argv[1:] = ["mcore2hf", *sys.argv[1:], "--jobs", "1"]
+main()
+"""
 BOTH = pytest.mark.parametrize("convert", [hf2mcore, mcore2hf])
 
 
@@ -63,6 +87,8 @@ def stopped(convert: Convert, sides: dict[str, Path], error: type[BaseException]
     assert len(done) >= 2
     if error is WriteError:
         assert f"{len(done)} finished files are kept for --resume" in str(caught.value)
+    else:
+        assert caught.value.__notes__ == [f"{len(done)} finished files are kept for --resume"]
     assert not (source.parent / "target").exists()
     return work
 
@@ -74,7 +100,14 @@ def finish(convert: Convert, sides: dict[str, Path], **options: Any) -> Stop:
     for name in ("target", "alone"):
         shutil.rmtree(root / name, ignore_errors=True)
     seen = Stop()
-    convert(source, root / "target", progress=seen, **{"resume": True, **options})
+    work = root / ".target.partial"
+    there = parts(work / "target")
+    earlier = sum(name in there for name in read_journals(work))
+    told = convert(source, root / "target", progress=seen, **{"resume": True, **options})
+    assert (told.taken_over > 0) is (seen.taken > 0)
+    unfit = earlier - told.taken_over if options.get("resume", True) else 0
+    said = [n for n in told.notes if "of an earlier run did not fit" in n]
+    assert [n.split()[0] for n in said] == ([str(unfit)] if unfit else [])
     plain = {k: v for k, v in options.items() if k != "resume"}
     convert(source, root / "alone", **plain)
     assert file_hashes(root / "target") == file_hashes(root / "alone")
@@ -181,3 +214,37 @@ def test_a_line_cut_short_does_not_hide_the_next(tmp_path: Path) -> None:
     assert {n: (d.holds, len(d.digests)) for n, d in found.items()} == {
         "a": ("x", 2500), "b": ("y", 0),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("after", [0, 4], ids=["none is finished", "some are"])
+def test_ctrl_c_says_what_is_kept(sides: dict[str, Path], after: int) -> None:
+    """As a command: the count on standard error is that of the journal."""
+    source = sides["mcore2hf"]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, str(after), source, source.parent / "target", "--resume"],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 130, done.stderr
+    kept = read_journals(source.parent / ".target.partial")
+    said = "no file was finished, so nothing was left behind"
+    if after:
+        assert len(kept) == after
+        said = f"{after} finished files are kept for --resume"
+    assert f"interrupted; no half-written target was left; {said}\n" in done.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_no_rank_denies_that_files_are_kept(tmp_path: Path, rank: int) -> None:
+    out = Output(
+        tmp_path / "target",
+        places_read(),
+        overwrite=False,
+        need=0,
+        resume=True,
+        ranks=Ranks(rank, 3),
+    )
+    said = out._what_is_left(0)
+    assert said == (
+        "what is finished is kept for --resume" if rank else
+        "no file was finished, so nothing was left behind"
+    )  # fmt: skip
