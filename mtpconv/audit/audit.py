@@ -36,6 +36,7 @@ from mtpconv.audit.single import (
     completeness_findings,
     left_out_notes,
     missing_names,
+    missing_parts,
     single_regions,
 )
 from mtpconv.audit.subject import ARGS, Subject, without_unindexed
@@ -158,7 +159,9 @@ def _audit_single(
     regions = single_regions(after)
     missing = missing_names(after)
     findings = [*file_findings(after), *promise_findings(after, regions, "error")]
-    findings += completeness_findings(after, regions, missing)
+    complete = list(completeness_findings(after, regions, missing))
+    parts = missing_parts(after, missing, complete)
+    findings += complete
     if after.config is None and after.format == "hf":
         findings += _no_config(after)
     content: list[Finding] = []
@@ -174,10 +177,11 @@ def _audit_single(
     content += stale_findings(after, base, regions, options)
     findings += content
     findings += _profile(after, regions, missing, options)
-    status = single_status(after, regions, missing, depth_status(content))
+    status = single_status(after, regions, missing, depth_status(content), parts)
     states = dict.fromkeys(after.tensors, "present")
     states |= dict.fromkeys(after.unread, "unreadable") | dict.fromkeys(missing, "missing")
-    regions |= after.naming.regions(after.unread)
+    states |= dict.fromkeys(parts, "missing")
+    regions |= parts | after.naming.regions(after.unread)
     if after.expected is not None:
         regions |= {n: after.expected.regions[n] for n in missing}
     looked = Looked(

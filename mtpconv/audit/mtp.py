@@ -190,19 +190,25 @@ def single_status(
     regions: Mapping[str, Region],
     missing: Collection[str],
     content: Mapping[int, str],
+    parts: Mapping[str, Region],
 ) -> MtpStatus:
-    """State per depth of one checkpoint alone. `missing`: names the table wants and are absent."""
+    """State per depth of one checkpoint alone.
+
+    `missing`: names the table wants and are absent; `parts`: what else is, of quantised weights.
+    """
     promise = read_promise(subject.config)
     present = depths_of(subject.tensors, regions)
     expected = subject.expected
     wanted = depths_of(expected.tensors, expected.regions) if expected else {}
     lost = set(missing)
+    lost_parts = depths_of(parts, parts)
     hidden = depths_of(subject.unread, subject.naming.regions(subject.unread))
     depths = []
     numbers = sorted({*present, *wanted, *hidden, *range(promise.depths or 0)})
     for depth in numbers:
         names = present.get(depth, [])
-        gone = sorted(n for n in wanted.get(depth, ()) if n in lost)
+        parts_gone = lost_parts.get(depth, [])
+        gone = sorted([*(n for n in wanted.get(depth, ()) if n in lost), *parts_gone])
         status, detail = "present", None
         if not names:
             status = "unreadable" if depth in hidden or subject.blind else "absent"
@@ -218,7 +224,8 @@ def single_status(
         count = len(wanted[depth]) if depth in wanted else None
         # Of what is wanted: junk beside it must not make up for what is gone.
         held = len(names) if count is None else sum(_holds(subject, n) for n in wanted[depth])
-        depths.append(MtpDepth(depth, status, held, count, detail))
+        total = None if count is None else count + len(parts_gone)
+        depths.append(MtpDepth(depth, status, held, total, detail))
     return _whole(promise, depths)
 
 

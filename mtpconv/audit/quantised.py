@@ -78,10 +78,12 @@ def with_fp8_scales(
     there = {n: scale for n in codes if (scale := scale_of(tensors, n)) is not None}
     if not there and block is None:
         return expected
+    usual = Counter(companion_of(s) for s in there.values()).most_common(1)
+    style = usual[0][0] if usual else SCALE
     scales, regions = {}, {}
     for name in codes:
         shape = Grid(tensors[name].shape, block or (128, 128)).scale_shape
-        scale = there.get(name, name + SCALE)
+        scale = there.get(name) or full_name(name, style)
         scales[scale] = tensors.get(scale, TensorSpec("F32", shape))
         regions[scale] = expected.regions[name]
     return replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from mtpconv.audit.codes import finding
 from mtpconv.audit.companions import companion_base, is_kv_scale, stored_as
@@ -65,6 +65,21 @@ def completeness_findings(
         yield from _unexpected(subject, expected, regions)
         yield from _misshapen(subject, expected)
     yield from scale_findings(subject, regions)
+
+
+def missing_parts(
+    subject: Subject, missing: Collection[str], findings: Iterable[Finding]
+) -> dict[str, Region]:
+    """What findings say is missing beyond what the table promises: parts of quantised weights."""
+    known = {*missing, *subject.tensors}
+    return {
+        f.tensor: f.region
+        for f in findings
+        if f.kind == "missing_tensor"
+        and f.tensor is not None
+        and f.region is not None
+        and f.tensor not in known
+    }
 
 
 def left_out_notes(subject: Subject) -> Iterator[str]:

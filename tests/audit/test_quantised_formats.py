@@ -299,8 +299,14 @@ def test_a_missing_part_of_an_mtp_weight_is_named(name: str, part: str, tmp_path
     folder = write(model, form, tmp_path / "damaged")
     report = alone(folder)
     assert said(report) == [("missing_tensor", named)], shown(report)
-    if part == form.codes:
-        assert report.mtp.status == "partial"
+    assert report.mtp.status == "partial"
+    (depth,) = report.mtp.depths
+    assert (depth.status, depth.detail) == ("partial", f"absent: {named}")
+    assert depth.tensors + 1 == depth.expected
+    assert report.states[named] == "missing"
+    bare = alone(write(without_table(model), form, tmp_path / "bare"))
+    if said(bare):
+        assert bare.mtp.status == "partial"
     pair = against(whole, folder)
     assert ("missing_tensor", lost) in said(pair)
     assert pair.mtp.status == "partial"
