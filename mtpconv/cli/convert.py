@@ -193,6 +193,9 @@ def _say(done: Outcome, quiet: bool) -> None:
             typer.echo(f"  resumed   {files} taken over from an earlier run")
         if done.unchanged is not None:
             typer.echo(f"  weights   {_unchanged(done)} tensors unchanged since hf2mcore")
+            if done.not_compared:
+                what = "written in another form than hf2mcore read, and not compared"
+                typer.echo(f"  --fp8     {done.not_compared:,} tensors {what}")
             if done.changed:
                 more = len(done.changed) - _SHOWN
                 lines = ", ".join(done.changed[:_SHOWN])
@@ -205,11 +208,13 @@ def _say(done: Outcome, quiet: bool) -> None:
 
 
 def _unchanged(done: Outcome) -> str:
+    """How many of the tensors that the manifest tells something about."""
+    total = done.tensors - done.not_compared
     if not done.mtp_tensors:
-        return f"{done.unchanged:,} of {done.tensors:,}"
-    mtp = done.unchanged_mtp or 0
-    trunk = f"{(done.unchanged or 0) - mtp:,} of {done.tensors - done.mtp_tensors:,} trunk"
-    return f"{trunk} and {mtp:,} of {done.mtp_tensors:,} MTP"
+        return f"{done.unchanged:,} of {total:,}"
+    mtp, mtp_total = done.unchanged_mtp or 0, done.mtp_tensors - done.not_compared_mtp
+    trunk = f"{(done.unchanged or 0) - mtp:,} of {total - mtp_total:,} trunk"
+    return f"{trunk} and {mtp:,} of {mtp_total:,} MTP"
 
 
 def _sha256(path: Path) -> str:

@@ -6,7 +6,7 @@ number is code times scale, rounded once; `structure`: names, dtypes and shapes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -153,9 +153,20 @@ def shards_of(
     return found
 
 
-def import_steps(content: HfTensors, mode: Fp8) -> tuple[NamedStep, ...]:
-    """What hf2mcore does to FP8."""
-    count = len(fp8_weights(content))
+def remade_names(content: Pieced) -> Collection[str]:
+    """Codes and scales that are made anew because none were kept."""
+    return content.owned if isinstance(content, Requantised) and content.kept is None else ()
+
+
+def idle_notes(mode: Fp8, fp8: Collection[str], origin: Path) -> Iterator[str]:
+    """That `--fp8` was asked for and there is nothing that it could apply to."""
+    if mode != "keep" and not fp8:
+        yield f"--fp8 {mode} had nothing to do: {origin} has no block FP8 weights"
+
+
+def import_steps(content: HfTensors, mode: Fp8, dropped: Collection[str]) -> tuple[NamedStep, ...]:
+    """What hf2mcore does to FP8 that is not dropped."""
+    count = len(fp8_weights(content).keys() - set(dropped))
     if not count:
         return ()
     what = "FP8 weights become BF16: code times scale in fp32, rounded once"
@@ -172,7 +183,7 @@ def import_steps(content: HfTensors, mode: Fp8) -> tuple[NamedStep, ...]:
 
 
 def export_steps(content: Pieced, fp8: Collection[str]) -> tuple[NamedStep, ...]:
-    """What mcore2hf did to FP8, told after the tensors were read."""
+    """What mcore2hf did to the FP8 weights that it wrote, told after the tensors were read."""
     if not fp8:
         return ()
     if not isinstance(content, Requantised):

@@ -17,6 +17,7 @@ from mtpconv.convert.fp8 import (
     bf16_inventory,
     fp8_mode,
     fp8_weights,
+    idle_notes,
     import_steps,
     shards_of,
     write_kept,
@@ -437,6 +438,7 @@ def _outcome(
     notes = [f"Megatron cannot be told: {gap}" for gap in work.gaps]
     notes += file_notes(work.others)
     notes += resume_notes(earlier, taken_over)
+    notes += idle_notes(work.fp8, fp8_weights(work.content).keys(), source)
     if work.plan.table.needs:
         notes.append(f"to load it, Megatron-Core needs {work.plan.table.needs}")
     discarded = work.discarded
@@ -467,5 +469,5 @@ def _outcome(
         taken_over=taken_over,
         left_behind=tuple(work.others.left),
         notes=tuple(notes),
-        steps=(*import_steps(work.content, work.fp8), *import_arithmetic(work.plan)),
+        steps=(*import_steps(work.content, work.fp8, work.dropped), *import_arithmetic(work.plan)),
     )

@@ -20,6 +20,8 @@ from mtpconv.convert.fp8 import (
     export_steps,
     exported,
     fp8_mode,
+    idle_notes,
+    remade_names,
     shards_of,
     source_fp8,
 )
@@ -51,7 +53,7 @@ from mtpconv.store.content import Pieced
 from mtpconv.store.crc_check import CrcCheck
 from mtpconv.store.crew import Crew
 from mtpconv.store.dist_folder import COMMON, CONFIG, METADATA, find_folder
-from mtpconv.store.fp8_tensors import SCALE
+from mtpconv.store.fp8_tensors import SCALE, quantisation
 from mtpconv.store.hf import open_hf
 from mtpconv.store.hf_index import INDEX_NAME
 from mtpconv.store.hf_writer import index_bytes, make_headers
@@ -272,7 +274,7 @@ def mcore2hf(
     if work.source.manifest and verify:
         changes = since(
             work.source.manifest, digests, work.content.tensors, work.view.plan,
-            computed_names(work.undone),
+            computed_names(work.undone), remade_names(work.content),
         )  # fmt: skip
     return outcome_of(
         work, source, target, memory=memory, seconds=time.monotonic() - started, verified=verify,
@@ -352,6 +354,8 @@ def outcome_of(
     plan = work.view.plan
     names = work.names
     notes = [*file_notes(work.source.others), *resume_notes(earlier, taken_over)]
+    if not quantisation(work.source.config):
+        notes += idle_notes(work.mode, work.fp8, work.source.path)
     if work.drop_mtp:
         notes.append("MTP was left out as asked; the config now says 0")
     if work.vision:
@@ -389,12 +393,14 @@ def outcome_of(
         dry_run=dry_run,
         unchanged=changes.unchanged if changes else None,
         unchanged_mtp=changes.unchanged_mtp if changes else None,
+        not_compared=changes.not_compared if changes else 0,
+        not_compared_mtp=changes.not_compared_mtp if changes else 0,
         changed=changes.changed if changes else (),
         taken_over=taken_over,
         left_behind=tuple(work.source.others.left),
         notes=tuple(notes),
         steps=(
-            *export_steps(work.content, work.fp8),
+            *export_steps(work.content, work.fp8.intersection(names)),
             *export_arithmetic(plan, work.undone),
         ),
     )

@@ -42,6 +42,10 @@ class Outcome:
     unchanged: int | None = None
     #: those of MTP among them
     unchanged_mtp: int | None = None
+    #: tensors in another form than the manifest knows, which says nothing about them
+    not_compared: int = 0
+    #: those of MTP among them
+    not_compared_mtp: int = 0
     #: names of tensors with another digest, in ranges
     changed: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()

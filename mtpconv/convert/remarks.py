@@ -54,6 +54,10 @@ class Since(NamedTuple):
     changed: tuple[str, ...]
     #: says so if the trunk went on without MTP, else empty
     stale: str
+    #: written in another form than hf2mcore read, so that nothing tells if they were trained
+    not_compared: int
+    #: those of MTP among them
+    not_compared_mtp: int
 
 
 def since(
@@ -62,14 +66,17 @@ def since(
     specs: Mapping[str, TensorSpec],
     plan: Plan,
     computed: Collection[str],
+    remade: Collection[str],
 ) -> Since:
     """Compare written tensors with the manifest that travelled along.
 
-    `computed` names the tensors whose bytes are no copy of anything.
+    `computed` names the tensors whose bytes are no copy of anything; `remade` those in FP8 that is
+    new, trained or not.
     """
     same = {n for n, d in digests.items() if known.digests.get(n) == d and n not in computed}
     # What is written in another dtype has changed its form, which says nothing about training.
-    changed = [n for n in digests if n not in same and known.tensors.get(n) == specs[n]]
+    others = {n for n in digests.keys() - same if n in remade or known.tensors.get(n) != specs[n]}
+    changed = [n for n in digests if n not in same and n not in others]
     mtp = {n for n in digests if is_mtp_name(plan, n.removesuffix(SCALE))}
     copies = {copy.hf for copy in plan.copies}  # of the trunk's embedding and head
     own = mtp - copies
@@ -80,7 +87,8 @@ def since(
             f"warning: {trunk_changed} tensors of the trunk changed and none of the {len(own)} of "
             "MTP did: its drafts are those of before training; was MTP trained and saved?"
         )
-    return Since(len(same), len(same & mtp), tuple(compress_names(changed)), stale)
+    groups = tuple(compress_names(changed))
+    return Since(len(same), len(same & mtp), groups, stale, len(others), len(others & mtp))
 
 
 def carried_notes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -41,7 +41,7 @@ class Requantised:
         fresh: bool,
     ) -> None:
         self._plain = values
-        self._kept = kept
+        self.kept = kept
         self._fresh = fresh
         self._owner = {n: q for q in quantised.values() for n in (q.name, q.scale)}
         self.tensors: Mapping[str, TensorSpec] = with_scales(values.tensors, quantised)
@@ -51,6 +51,11 @@ class Requantised:
         self._nbytes = 0
         self._lock = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
+
+    @property
+    def owned(self) -> Collection[str]:
+        """Names of weights and scales that are seen as FP8."""
+        return self._owner.keys()
 
     def pieces(self, name: str) -> Sequence[Piece]:
         """Where the bytes lie, or how they are worked out; nothing is compared before reading."""
@@ -63,8 +68,8 @@ class Requantised:
         """Where the bytes of codes or scales come from, now that it has to be known."""
         change = self._change(owner, files)
         if change is None:
-            assert self._kept is not None  # without kept codes every block counts as changed
-            return Kept(self._kept, name)
+            assert self.kept is not None  # without kept codes every block counts as changed
+            return Kept(self.kept, name)
         made = self._codes if name == owner.name else self._scale_bytes
         return Stream(lambda own: made(owner, change, own))
 
@@ -88,7 +93,7 @@ class Requantised:
         return found
 
     def _compare(self, owner: Quantised, files: Files) -> _Change:
-        kept = Values(self._kept, owner) if self._kept is not None else None
+        kept = Values(self.kept, owner) if self.kept is not None else None
         width = owner.grid.block[1]
         old = kept.scales(files) if kept is not None else None
         power = owner.power_of_two or (old is not None and fp8.are_powers_of_two(old))
@@ -116,7 +121,7 @@ class Requantised:
         return _Change(scales, changed, renewed)
 
     def _codes(self, owner: Quantised, change: _Change, files: Files) -> Iterator[memoryview]:
-        kept = Values(self._kept, owner) if self._kept is not None else None
+        kept = Values(self.kept, owner) if self.kept is not None else None
         width = owner.grid.block[1]
         for words, first, last, row in self._stripes(owner, files):
             here = change.changed[row]
@@ -130,8 +135,8 @@ class Requantised:
         new = np.frombuffer(
             fp8.write_scales(owner.scale_dtype, change.scales), _WORDS[owner.scale_dtype]
         )
-        if self._kept is not None:
-            old = b"".join(bytes(b) for b in blocks(self._kept, owner.scale, files))
+        if self.kept is not None:
+            old = b"".join(bytes(b) for b in blocks(self.kept, owner.scale, files))
             new = np.where(change.renewed.reshape(-1), new, np.frombuffer(old, new.dtype))
         yield memoryview(new.tobytes())
 

@@ -209,10 +209,29 @@ def test_bf16_export(tmp_path: Path, there: str) -> None:
     assert not open_hf(tmp_path / "out").problems
     if there == "keep":
         assert [(s.name, s.level) for s in done.steps] == [("write_bf16", "values")]
+        # Nothing was trained: what is not FP8 is unchanged, and of the rest nobody can tell.
+        recast = [n for n in tensors_of(bf16) if is_quantised(n)]
+        assert done.not_compared == len(recast) > done.not_compared_mtp > 0
+        assert done.unchanged == done.tensors - len(recast)
+        assert done.unchanged_mtp == done.mtp_tensors - done.not_compared_mtp
+        assert done.changed == ()
         assert any("laid out anew" in n for n in done.notes)
     else:
         assert not (tmp_path / "mcore/hf_source/quantised").exists()
         assert done.unchanged == done.tensors
+
+
+@pytest.mark.parametrize("mode", ["requantise", "bf16"])
+def test_a_switch_with_nothing_to_do_says_so(tmp_path: Path, mode: str) -> None:
+    hf, bf16 = release(tmp_path, MODELS["deepseek_v3"])
+    said = f"--fp8 {mode} had nothing to do: "
+    assert any(n.startswith(said) for n in hf2mcore(bf16, tmp_path / "a", fp8=mode).notes)
+    told = hf2mcore(hf, tmp_path / "mcore", fp8="bf16").notes
+    assert not any("nothing to do" in n for n in told)
+    assert any(
+        n.startswith(said) for n in mcore2hf(tmp_path / "mcore", tmp_path / "b", fp8=mode).notes
+    )
+    assert not any("nothing to do" in n for n in mcore2hf(tmp_path / "mcore", tmp_path / "c").notes)
 
 
 def test_without_kept_codes_fresh_ones_are_made_on_request(tmp_path: Path) -> None:
@@ -241,6 +260,8 @@ def test_requantising_all_keeps_names_shapes_and_config(tmp_path: Path) -> None:
     new = tensors_of(tmp_path / "out")
     assert {n: s for n, (s, _) in new.items()} == {n: s for n, (s, _) in finite.items()}
     assert [s.level for s in done.steps] == ["structure"]
+    assert done.changed == ()  # all codes are new, and nothing was trained
+    assert (done.unchanged or 0) + done.not_compared == done.tensors
     for name, (_, data) in dequantise(finite).items():
         if is_quantised(name):
             a = fp8.from_bf16(np.frombuffer(data, "<u2"))
@@ -252,7 +273,11 @@ def test_drop_mtp_takes_scales_and_list_entries_along(tmp_path: Path) -> None:
     hf, _ = release(tmp_path, MODELS["deepseek_v3"])
     hf2mcore(hf, tmp_path / "mcore")
     mcore2hf(tmp_path / "mcore", tmp_path / "a", drop_mtp=True)
-    hf2mcore(hf, tmp_path / "trunk", drop_mtp=True)
+    there = hf2mcore(hf, tmp_path / "trunk", drop_mtp=True)
+    count = sum(s.dtype == "F8_E4M3" for s, _ in tensors_of(tmp_path / "a").values())
+    assert [s.tensors for s in there.steps] == [count, 2 * count]
+    as_bf16 = mcore2hf(tmp_path / "mcore", tmp_path / "c", drop_mtp=True, fp8="bf16")
+    assert [s.tensors for s in as_bf16.steps] == [count]
     mcore2hf(tmp_path / "trunk", tmp_path / "b")
     left = {n: t for n, t in tensors_of(hf).items() if ".layers.3." not in n}
     for out in (tmp_path / "a", tmp_path / "b"):
