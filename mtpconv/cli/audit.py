@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from mtpconv.audit.options import Options, Profile, Sample
 from mtpconv.audit.sides import Sides, open_any, open_sides
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.waivers import read_waivers
+from mtpconv.cli.collector import no_collector
 from mtpconv.cli.files import require_file
 from mtpconv.cli.terminal import make_progress
 from mtpconv.errors import RefusedError, UnreadableError, UsageError, WriteError
@@ -42,6 +42,7 @@ from mtpconv.store.remote import is_remote, mirror_headers
 EXIT = {"pass": 0, "fail": 1, "error": 3}
 
 
+@no_collector()
 def run_audit(
     before: str | None,
     after: str,
@@ -61,7 +62,6 @@ def run_audit(
 
     Of the ranks that a launcher started the first one reports; all exit alike.
     """
-    gc.disable()  # as in mtpconv.cli.convert: no garbage, and looking for it costs
     targets = parse_targets(report)  # a typo here must not cost an hour of reading
     if form not in FORMATS:
         raise UsageError(f"--format {form}: must be one of {', '.join(FORMATS)}")
@@ -217,6 +217,7 @@ def make_options(
     )
 
 
+@no_collector()
 def run_inventory(
     checkpoint: Path, *, output: Path | None, files: bool, quiet: bool, meet: Path | None = None
 ) -> None:
