@@ -11,7 +11,7 @@ from mtpconv.audit.compare import Outcome, Progress, read_stats
 from mtpconv.audit.config_rules import compare_configs
 from mtpconv.audit.content import content_findings, depth_status
 from mtpconv.audit.crcs import crc_findings, crc_notes, pool_crcs, with_crcs
-from mtpconv.audit.excuses import find_excuses
+from mtpconv.audit.excuses import copy_of, find_excuses
 from mtpconv.audit.files import (
     file_findings,
     padding_findings,
@@ -21,6 +21,7 @@ from mtpconv.audit.files import (
 from mtpconv.audit.finding import Compared, Finding, Report, Tier
 from mtpconv.audit.hints import find_hints
 from mtpconv.audit.mtp import compare_promises, pair_status, promise_findings, single_status
+from mtpconv.audit.names import is_own_head
 from mtpconv.audit.options import Options
 from mtpconv.audit.pair import (
     Differences,
@@ -124,7 +125,13 @@ def _audit_pair(
         if states.get(name) == "identical":
             states[name] = "equal"
     states.update(dict.fromkeys(excused, "allowed"))
-    status = pair_status(before, after, regions, states, excused, depth_status(content))
+    copies = {
+        n
+        for side in (before, after)
+        for n in side.tensors
+        if copy_of(side, n, regions) and not is_own_head(n)
+    }
+    status = pair_status(before, after, regions, states, excused, depth_status(content), copies)
     compared = Compared(
         len(found.not_read) + len(found.same) + len(found.changed)
         if not options.read_bytes

@@ -89,10 +89,12 @@ def _missing(
             said = f"{promise.model_type or 'this model'} always has MTP, says the mapping table"
         names = tuple(sorted(planned.get(depth, ())))
         total = f"{len(names)} tensors of " if names else ""
+        cure = "Restore them or set the field to 0"
+        if promise.never_shipped:
+            cure = f"No release of {promise.model_type} ships them; set the field to 0"
         yield finding(
             "mtp_missing", "warning" if promise.never_shipped else severity,
-            f"{total}{prefix} (MTP depth {depth}) are absent; {said}."
-            " Restore them or set the field to 0",
+            f"{total}{prefix} (MTP depth {depth}) are absent; {said}. {cure}",
             layer=layer, prefix=prefix, field=field, region=Region("mtp", depth), tensors=names,
         )  # fmt: skip
     if promise.by_family and not (present or hidden or planned):
@@ -240,12 +242,18 @@ def pair_status(
     states: Mapping[str, str],
     excused: Collection[str],
     content: Mapping[int, str],
+    copies: Collection[str],
 ) -> MtpStatus:
-    """State per depth of a checkpoint against its reference."""
+    """State per depth of a checkpoint against its reference.
+
+    `copies`: MTP names that repeat a root tensor, there as long as that one is.
+    """
     old, new = depths_of(before.tensors, regions), depths_of(after.tensors, regions)
     depths = []
     for depth in sorted({*old, *new}):
         had, has = old.get(depth, []), new.get(depth, [])
+        if set(copies).issuperset(has) and not set(copies).issuperset(had):
+            has = []  # of the depth itself nothing is left
         depths.append(_pair_depth(depth, had, has, states, excused, content.get(depth)))
     promised = read_promise(after.config if after.config is not None else before.config)
     return _whole(promised, depths)
@@ -281,7 +289,7 @@ def _pair_depth(
     if not had:
         return MtpDepth(depth, status, len(has), None, detail)
     # Of what the reference had; a difference that is allowed stands for the tensor itself.
-    there = {*has, *excused}
+    there = {*has, *excused} if has else set()
     return MtpDepth(depth, status, sum(n in there for n in had), len(had), detail)
 
 
