@@ -6,6 +6,7 @@ for some families), while 0 and null say "none" to all of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,19 @@ def read_promise(config: Config | None) -> Promise:
         depths = 1  # one physical block, used again and again
     never = kind is not None and kind.startswith(_NEVER_SHIPPED)
     return Promise(kind, depths, fields, layers, by_family, never, tuple(faults))
+
+
+def unkept_promise(config: Config | None) -> str | None:
+    """One line for a config that counts MTP depths that no release of its family ships."""
+    promise = read_promise(config)
+    if config is None or not (promise.never_shipped and promise.depths):
+        return None
+    said = [f"{path} = {value}" for path, value in promise.fields if value]
+    said += [f"use_mtp = {json.dumps(config['use_mtp'])}"] if "use_mtp" in config else []
+    return (
+        f"config.json says {', '.join(said)}, and no release of {promise.model_type} ships MTP"
+        " tensors: none are asked for"
+    )
 
 
 def naming_of(config: Config | None) -> Naming:

@@ -13,6 +13,7 @@ from typing import Any
 
 from mtpconv.audit.arithmetic import as_hf, as_megatron
 from mtpconv.audit.companions import weight_names
+from mtpconv.audit.promise import unkept_promise
 from mtpconv.audit.quantised import with_fp8_scales
 from mtpconv.audit.subject import (
     Expected,
@@ -242,7 +243,8 @@ def _alone(opened: Opened, mapping: Path | None) -> Subject:
             return _must(_plain(opened))
         expected, faults = _promise(opened, mapping)
         subject = _must(_plain(opened))
-        return replace(subject, expected=expected, problems=(*subject.problems, *faults))
+        problems = (*subject.problems, *faults)
+        return _promising(replace(subject, expected=expected, problems=problems), opened.config)
     source = find_source(opened.path)
     if source is None:
         return torch_dist_subject(opened)
@@ -251,7 +253,13 @@ def _alone(opened: Opened, mapping: Path | None) -> Subject:
     except UnsupportedError:
         return torch_dist_subject(opened)
     view = HfView(opened, plan, carried=source.carried)
-    return view_subject(view, _expected(plan, view.tensors))
+    return _promising(view_subject(view, _expected(plan, view.tensors)), source.config)
+
+
+def _promising(subject: Subject, config: Mapping[str, Any] | None) -> Subject:
+    """The side with a note on depths that its config counts and its family never ships."""
+    note = unkept_promise(config)
+    return subject if note is None else replace(subject, notes=(*subject.notes, note))
 
 
 def _plain(opened: Opened | None) -> Subject | None:

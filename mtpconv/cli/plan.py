@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from mtpconv.audit.promise import unkept_promise
 from mtpconv.cli.terminal import human
 from mtpconv.errors import UnreadableError, UsageError
 from mtpconv.mapping.check import check
@@ -47,6 +48,7 @@ def run_plan(model: Path, *, rows: bool, mapping: Path | None) -> None:
     if not geometry.depths:
         field = geometry.mtp_field
         why = f"{field} is {geometry.text[field]}" if field else "no field promises it"
+        why = unkept_promise(geometry.config) or why
         typer.echo(f"MTP: none ({why})")
 
 

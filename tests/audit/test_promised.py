@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,17 @@ import pytest
 from mtpconv.audit.audit import audit
 from mtpconv.audit.finding import Report
 from mtpconv.audit.sides import open_sides
+from mtpconv.cli.plan import run_plan
 from mtpconv.convert import hf2mcore
 from mtpconv.errors import UsageError
 from mtpconv.mapping.table import mappings_folder
 from mtpconv.store.hf import open_hf
 from mtpconv.store.manifest import take_manifest, write_manifest
+from mtpconv.synth import fewer, shrink
 from tests.audit.models import FAMILIES, Model, base_model, errors, said, shown
+from tests.convert.folders import make_hf
 
+CONFIGS = Path(__file__).resolve().parents[2] / "fixtures" / "configs"
 TRUNK = "model.layers.3.self_attn.o_proj.weight"
 
 
@@ -128,3 +133,27 @@ def test_a_table_that_cannot_be_read_is_refused_although_nobody_needs_it(tmp_pat
             open_sides(before, folder, mapping=tmp_path / "nope.toml")
     own = mappings_folder() / "mimo.toml"
     assert open_sides(folder, folder, mapping=own).after.expected is None
+
+
+def test_depths_that_no_release_ships_are_spoken_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = json.loads((CONFIGS / "minimax-m2.json").read_text())
+    assert (raw["num_mtp_modules"], raw["use_mtp"]) == (3, True)
+    hf = make_hf(tmp_path / "hf", fewer(shrink(raw), layers=2, experts=2))
+    hf2mcore(hf, tmp_path / "mcore")
+    note = (
+        "config.json says num_mtp_modules = 3, use_mtp = true, and no release of minimax_m2 ships"
+        " MTP tensors: none are asked for"
+    )
+    for path in (hf, tmp_path / "mcore"):
+        report = audit(None, open_sides(None, path).after)
+        assert report.verdict == "pass", shown(report)
+        assert note in report.compared.notes
+        capsys.readouterr()
+        run_plan(path, rows=False, mapping=None)
+        assert f"MTP: none ({note})" in capsys.readouterr().out
+
+    config = json.loads((hf / "config.json").read_text()) | {"num_mtp_modules": 0}
+    (hf / "config.json").write_text(json.dumps(config))
+    assert audit(None, open_sides(None, hf).after).compared.notes == ()
