@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtpconv.convert import hf2mcore, mcore2hf
+from mtpconv.convert.journal import read_journals
 from mtpconv.errors import MtpconvError, UsageError, WriteError
 from mtpconv.progress import Progress
 from mtpconv.ranks import Ranks, deal, ranks_of, share
@@ -146,9 +147,14 @@ def test_a_rank_that_fails(tmp_path: Path, bad: int, resume: bool) -> None:
     for rank in {0, 1, 2} - {bad}:
         assert isinstance(found[rank], WriteError)
         assert f"rank {bad} failed (RuntimeError); the output is not committed" in str(found[rank])
+        assert ("kept for --resume" in str(found[rank])) is resume
+        assert ("nothing was left behind" in str(found[rank])) is not resume
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == ([".mcore.partial", "hf"] if resume else ["hf"])
-    together(hf2mcore, hf, tmp_path / "mcore", 3, resume=resume)
+    kept = len(read_journals(tmp_path / ".mcore.partial"))
+    assert (kept > 0) is resume
+    again = together(hf2mcore, hf, tmp_path / "mcore", 3, resume=resume)
+    assert [done.taken_over for done in again] == [kept] * 3
     hf2mcore(hf, tmp_path / "one")
     assert digests(tmp_path / "mcore") == digests(tmp_path / "one")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "mcore", "one"]
