@@ -245,7 +245,8 @@ read once more by verification. A run takes as long as the slowest of disk and p
 | --- | --- | --- | --- | --- |
 {places}
 
-- **Memory**: {memory:.0f} MB for each process, for the names and places of its tensors, not for their bytes.
+- **Memory**: {memory:.0f} MB for each process, for the names and places of tensors,
+  not for their bytes.
 - **Disk**: {tera:.2f} TB for the target beside {tera:.2f} TB of source, and {overhead:.2f} GB for
   record frames, metadata and `hf_source`. `--dry-run` says so before anything is written; with too
   little disk nothing is.
