@@ -535,6 +535,7 @@ def build(args: dict[str, Any], config: Config) -> Any:
         "use_cpu_initialization": True,
         "moe_grouped_gemm": False,
         "persist_layer_norm": False,
+        "deterministic_mode": True,  # gated delta nets without kernels for CUDA
     }
     wanted = transformer_fields(args) | on_cpu
     assert wanted.keys() <= {f.name for f in fields(kind)}
