@@ -135,19 +135,19 @@ def hollow(names: Sequence[str]) -> Iterator[None]:
             found += [(name, _NO_DIGEST) for name in step.hf]
         return found
 
-    def copy_batch(batch: Any, files: Files) -> Any:
-        for tensor in batch.tensors:
+    def copy_tensors(shard: shards.Shard, tensors: Sequence[Any], files: Files) -> list[Any]:
+        for tensor in tensors:
             if tensor.name in wanted:
-                copy(batch._replace(tensors=[tensor]), files)
+                copy(shard, [tensor], files)
             elif tensor.what.spec.nbytes:  # its last byte: the file gets its length
-                batch.shard.write(tensor.at + tensor.what.spec.nbytes - 1, b"\0")
-        return batch, []
+                shard.write(tensor.at + tensor.what.spec.nbytes - 1, memoryview(b"\0"))
+        return []
 
     # Four times as large as else, for offsets beyond 4 GiB.
     limit = record_files.FILE_LIMIT
     setattr(record_files, "FILE_LIMIT", 4 * limit)  # noqa: B010
     setattr(record_files, "write_batch", write_batch)  # noqa: B010
-    setattr(shards, "_copy", copy_batch)  # noqa: B010
+    setattr(shards, "_copy", copy_tensors)  # noqa: B010
     setattr(shutil, "disk_usage", lambda p: usage(p)._replace(free=1 << 50))  # noqa: B010
     try:
         yield

@@ -20,7 +20,6 @@ from mtpconv.audit.options import Options, Profile, Sample
 from mtpconv.audit.sides import Sides, open_any, open_sides
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.waivers import read_waivers
-from mtpconv.cli.collector import no_collector
 from mtpconv.cli.files import require_file
 from mtpconv.cli.terminal import make_progress
 from mtpconv.errors import RefusedError, UnreadableError, UsageError, WriteError
@@ -28,6 +27,7 @@ from mtpconv.progress import Progress
 from mtpconv.ranks import READING, Ranks, ranks_of
 from mtpconv.report import FORMATS, attest, github, parse_targets, text, write_file, write_reports
 from mtpconv.store.checkpoint import require_sound
+from mtpconv.store.collector import no_collector
 from mtpconv.store.manifest import (
     Manifest,
     hash_files,

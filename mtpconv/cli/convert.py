@@ -14,12 +14,12 @@ from typing import Any
 
 import typer
 
-from mtpconv.cli.collector import no_collector
 from mtpconv.cli.terminal import human, make_progress, write_json
 from mtpconv.convert import Outcome, hf2mcore, mcore2hf
 from mtpconv.errors import MtpconvError, RefusedError, UsageError, WriteError
 from mtpconv.ranges import compress
 from mtpconv.ranks import Ranks, ranks_of
+from mtpconv.store.collector import no_collector
 from mtpconv.store.other_files import other_files
 from mtpconv.store.source import FOLDER
 

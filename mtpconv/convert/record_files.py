@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from blake3 import blake3
 
 from mtpconv import __version__
-from mtpconv.convert.flush import Flusher
+from mtpconv.convert.growing import write_files
 from mtpconv.convert.journal import Done
 from mtpconv.convert.output import Output
 from mtpconv.convert.records import Placed, Recorder, together, write_batch
@@ -20,7 +21,7 @@ from mtpconv.progress import Progress
 from mtpconv.ranks import share
 from mtpconv.store.content import Run, run_blocks
 from mtpconv.store.crc import crc32
-from mtpconv.store.crew import Crew, interleaved
+from mtpconv.store.crew import Crew
 from mtpconv.store.dequant import HfTensors
 from mtpconv.store.dist_metadata_writer import write_metadata
 from mtpconv.store.extra_state import extra_state_keys
@@ -66,11 +67,23 @@ class RecordFiles:
         steps = share(self._plan.steps, self._recorder.nbytes, out.ranks)
         progress.begin("convert", sum(map(self._recorder.nbytes, steps)))
         files = [
-            _File(folder, out.ranks.rank, number, group, self._recorder)
+            _File(folder, out.ranks.rank, number, group, self._recorder, self._source)
             for number, group in enumerate(self._groups(steps))
         ]
-        self._write_files([f for f in files if not self._take_over(f, folder, out, crew, progress)],
-                          out, crew, progress)  # fmt: skip
+
+        def wrote(batch: Sequence[Placed]) -> int:
+            nbytes = sum(placed.room.nbytes for placed in batch)
+            progress.advance(nbytes, str(batch[-1].record.step.region))
+            return nbytes
+
+        write_files(
+            [f for f in files if not _take_over(f, folder, out, crew, progress)],
+            _File.batches,
+            lambda _, batch, own: write_batch(batch, own),
+            crew,
+            wrote,
+            lambda file: out.journal.add(file.name, Done(file.holds, file.digests)),
+        )
         mine = Share([], {})
         for file in files:
             mine.written.extend(file.written)
@@ -81,44 +94,6 @@ class RecordFiles:
                 writer.write_objects(extra_state_keys(self._recorder.stored(others)), [None])
                 mine.written.extend(writer.close())
         return mine
-
-    def _take_over(
-        self, file: _File, folder: Path, out: Output, crew: Crew, progress: Progress
-    ) -> bool:
-        """Use what an earlier run finished, if it did and every byte is right."""
-        found = out.finished(file.name, file.holds(self._source))
-        if found is None or not file.check(found[0], crew):
-            return False
-        path, done = found
-        file.digests.update(done.digests)
-        out.take_over(path, folder, done)
-        progress.advance(file.nbytes, "taken over")
-        return True
-
-    def _write_files(
-        self, files: Sequence[_File], out: Output, crew: Crew, progress: Progress
-    ) -> None:
-        """Write files, as many at once as there are jobs."""
-
-        def done(file: _File) -> None:
-            out.journal.add(file.name, Done(file.holds(self._source), file.digests))
-
-        todo = interleaved((file.batches() for file in files), crew.jobs)
-        try:
-            with Flusher() as flusher:
-                for (file, batch), digests in crew.map(_write, todo):
-                    file.digests.update(digests)
-                    nbytes = sum(placed.room.nbytes for placed in batch)
-                    progress.advance(nbytes, str(batch[-1].record.step.region))
-                    fd = batch[-1].room.fd
-                    flusher.wrote(fd, nbytes)
-                    file.left -= len(batch)
-                    if not file.left:
-                        flusher.finish(fd, file.finish, done)
-                flusher.settle()
-        finally:
-            for file in files:
-                file.close()
 
     def _groups(self, steps: Iterable[Step]) -> Iterator[list[Step]]:
         """Steps of one file, as many as the limit allows; the last one may reach beyond."""
@@ -134,6 +109,18 @@ class RecordFiles:
             yield group
 
 
+def _take_over(file: _File, folder: Path, out: Output, crew: Crew, progress: Progress) -> bool:
+    """Use what an earlier run finished, if it did and every byte is right."""
+    found = out.finished(file.name, file.holds)
+    if found is None or not file.check(found[0], crew):
+        return False
+    path, done = found
+    file.digests.update(done.digests)
+    out.take_over(path, folder, done)
+    progress.advance(file.nbytes, "taken over")
+    return True
+
+
 def _written(said: Sequence[Any]) -> Written:
     """What another rank said came as JSON, which has no tuples."""
     if isinstance(said, Written):
@@ -145,9 +132,16 @@ class _File:
     """One `.distcp` file and the steps whose tensors it has to hold."""
 
     def __init__(
-        self, folder: Path, rank: int, number: int, steps: Sequence[Step], recorder: Recorder
+        self,
+        folder: Path,
+        rank: int,
+        number: int,
+        steps: Sequence[Step],
+        recorder: Recorder,
+        source: str,
     ) -> None:
         self.name = f"__{rank}_{number}.distcp"
+        self.fd = -1
         self.left = len(steps)
         self.digests: dict[str, str] = {}
         self.written: Sequence[Written] = ()
@@ -156,6 +150,7 @@ class _File:
         self._number = number
         self._steps = steps
         self._recorder = recorder
+        self._source = source
         self._writer: TorchDistWriter | None = None
 
     @property
@@ -163,9 +158,10 @@ class _File:
         """Bytes of its tensors."""
         return sum(map(self._recorder.nbytes, self._steps))
 
-    def holds(self, source: str) -> str:
+    @cached_property
+    def holds(self) -> str:
         """One digest over everything that decides the bytes of the file, hex."""
-        hasher = blake3(f"{__version__} {source}\n".encode())
+        hasher = blake3(f"{__version__} {self._source}\n".encode())
         kinds: dict[tuple[int, int], str] = {}  # experts share ops and specs
         for step in self._steps:
             at = (id(step.op), id(step.specs))
@@ -174,7 +170,7 @@ class _File:
             hasher.update(f"{step.key} {kinds[at]} {' '.join(step.hf)}\n".encode())
         return hasher.hexdigest()
 
-    def batches(self) -> Iterator[_Batch]:
+    def batches(self) -> Iterator[Sequence[Placed]]:
         """Begin the file, and what goes into it. Raises: WriteError."""
         writer = self._writer = TorchDistWriter(
             self._folder, self._rank, first=self._number, file_limit=_ONE_FILE
@@ -184,7 +180,8 @@ class _File:
             for r in self._recorder.records(self._steps)
         )
         for batch in together(placed):
-            yield _Batch(self, batch)
+            self.fd = batch[-1].room.fd
+            yield batch
 
     def finish(self) -> _File:
         """Bring it to disk and close it. Raises: WriteError."""
@@ -215,17 +212,6 @@ class _File:
                 return False
             self.written = written
             return True
-
-
-class _Batch(NamedTuple):
-    """Neighbours in a file."""
-
-    file: _File
-    placed: Sequence[Placed]
-
-
-def _write(batch: _Batch, files: Files) -> tuple[_Batch, list[tuple[str, str]]]:
-    return batch, write_batch(batch.placed, files)
 
 
 def _batch_is_whole(batch: Sequence[Placed], files: Files) -> bool:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from mtpconv.convert.flush import Flusher
+from mtpconv.convert.growing import write_files
 from mtpconv.errors import UnreadableError
 from mtpconv.store.checkpoint import Checkpoint
 from mtpconv.store.content import Pieced, Reading, Run, fill_all, reading
-from mtpconv.store.crew import Crew, batches, interleaved
+from mtpconv.store.crew import Crew, batches
 from mtpconv.store.digest import digest_tensors
 from mtpconv.store.files import BLOCK, Files
 from mtpconv.store.hf import HfCheckpoint
@@ -46,7 +46,7 @@ class Shard:
         #: the kernel lets one thread into a file and the others spin; here they sleep
         self.turn = threading.Lock()
 
-    def batches(self, source: Checkpoint | Pieced) -> Iterator[_Batch]:
+    def batches(self, source: Checkpoint | Pieced) -> Iterator[Sequence[_Tensor]]:
         """Begin the file, and what is to be copied into it. Raises: OSError, WriteError."""
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         write_at(self.fd, self.path, 0, self.header.raw)
@@ -54,8 +54,7 @@ class Shard:
             _Tensor(name, reading(source, name), self.header.start(name))
             for name in self.header.payload_order
         )
-        for batch in batches(tensors, lambda t: t.what.spec.nbytes):
-            yield _Batch(self, batch)
+        yield from batches(tensors, lambda t: t.what.spec.nbytes)
 
     def write(self, at: int, data: memoryview) -> None:
         """Put bytes into the file. Raises: WriteError."""
@@ -75,13 +74,6 @@ class Shard:
             os.close(fd)
 
 
-class _Batch(NamedTuple):
-    """Tensors that follow one another in a file."""
-
-    shard: Shard
-    tensors: Sequence[_Tensor]
-
-
 def write_shards(
     shards: Sequence[Shard],
     source: Checkpoint | Pieced,
@@ -98,22 +90,14 @@ def write_shards(
 
     Raises: WriteError, OSError, UnreadableError.
     """
-    work = _copy_and_digest if digest else _copy
-    todo = interleaved((shard.batches(source) for shard in shards), crew.jobs)
-    try:
-        with Flusher() as flusher:
-            for (shard, tensors), found in crew.map(work, todo):
-                shard.digests.update(found)
-                nbytes = sum(t.what.spec.nbytes for t in tensors)
-                advance(nbytes, tensors[-1].name)
-                flusher.wrote(shard.fd, nbytes)
-                shard.left -= len(tensors)
-                if not shard.left:
-                    flusher.finish(shard.fd, shard.finish, done)
-            flusher.settle()
-    finally:
-        for shard in shards:
-            shard.close()
+
+    def wrote(tensors: Sequence[_Tensor]) -> int:
+        nbytes = _nbytes(tensors)
+        advance(nbytes, tensors[-1].name)
+        return nbytes
+
+    write = _copy_and_digest if digest else _copy
+    write_files(shards, lambda shard: shard.batches(source), write, crew, wrote, done)
 
 
 def shard_is_whole(path: Path, header: ShardHeader, digests: Mapping[str, str], crew: Crew) -> bool:
@@ -132,14 +116,17 @@ def shard_is_whole(path: Path, header: ShardHeader, digests: Mapping[str, str], 
     return all(digests[n] == d for n, d in digest_tensors(alone, names, workers=crew.jobs))
 
 
-_Done = tuple[_Batch, list[tuple[str, str]]]
+_Digests = list[tuple[str, str]]
 
 
-def _copy_and_digest(batch: _Batch, files: Files) -> _Done:
-    shard, tensors = batch
-    total = sum(t.what.spec.nbytes for t in tensors)
+def _nbytes(tensors: Sequence[_Tensor]) -> int:
+    return sum(t.what.spec.nbytes for t in tensors)
+
+
+def _copy_and_digest(shard: Shard, tensors: Sequence[_Tensor], files: Files) -> _Digests:
+    total = _nbytes(tensors)
     if total > BLOCK:  # one large tensor
-        return batch, [(t.name, _stream(shard, t, files)) for t in tensors]
+        return [(t.name, _stream(shard, t, files)) for t in tensors]
     digests = []
     with files.buffer(total) as window:
         fill_all([t.what for t in tensors], files, window)
@@ -149,7 +136,7 @@ def _copy_and_digest(batch: _Batch, files: Files) -> _Done:
             digests.append((name, blake3(window[at:end]).hexdigest()))
             at = end
         shard.write(tensors[0].at, window)
-    return batch, digests
+    return digests
 
 
 def _stream(shard: Shard, tensor: _Tensor, files: Files) -> str:
@@ -161,19 +148,19 @@ def _stream(shard: Shard, tensor: _Tensor, files: Files) -> str:
     return hasher.hexdigest()
 
 
-def _copy(batch: _Batch, files: Files) -> _Done:
-    shard, tensors = batch
+def _copy(shard: Shard, tensors: Sequence[_Tensor], files: Files) -> _Digests:
     runs = list(_runs(tensors))
     if all(isinstance(run.file, Path) for run in runs):
         try:
             for run in runs:
                 with shard.turn:
                     _copy_in_kernel(shard.fd, run, files)
-            return batch, []
+            return []
         except OSError as error:
             if error.errno not in _NO_COPY:
                 raise
-    return _copy_and_digest(batch, files)[0], []
+    _copy_and_digest(shard, tensors, files)
+    return []
 
 
 def _runs(tensors: Sequence[_Tensor]) -> Iterator[Run]:

@@ -10,13 +10,13 @@ Source: CPython 3.12 Lib/pickletools.py, opcode table, read 2026-11-29.
 
 from __future__ import annotations
 
-import gc
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from mtpconv.errors import UnreadableError
+from mtpconv.store.collector import no_collector
 
 #: Says whether a pickle may name this (module, name).
 Allow = Callable[[str, str], bool]
@@ -99,10 +99,9 @@ def load_pickle(
     Raises: UnreadableError for a name that `allow` refuses, an opcode that checkpoints do not
         use, or a damaged pickle.
     """
-    collecting = gc.isenabled()
-    gc.disable()  # millions of live containers and no garbage: collecting only costs
     try:
-        return _run(data, allow, persistent, fold)
+        with no_collector():  # millions of live containers and no garbage
+            return _run(data, allow, persistent, fold)
     except _Refused as error:
         raise UnreadableError(f"{where} {error}") from None
     except StopIteration:
@@ -113,9 +112,6 @@ def load_pickle(
         raise UnreadableError(
             f"{where} is not a whole pickle; it is truncated or corrupt, copy it again"
         ) from None
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _run(  # noqa: C901 one table of opcodes
