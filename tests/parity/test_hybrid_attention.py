@@ -14,7 +14,7 @@ from mtpconv.parity import mcore, runtime
 from mtpconv.store.torch_dist import open_torch_dist
 from tests.convert.folders import file_hashes, make_hf
 from tests.parity import configs
-from tests.parity.test_hybrid_load import mamba, stack_spec
+from tests.parity.test_hybrid_load import mamba, on_cpu, stack_spec
 from tests.store.respelled import respelled
 
 __all__ = ["mamba"]
@@ -24,7 +24,6 @@ MLP = ("pre_mlp_layernorm", "mlp")
 
 def build(config: configs.Config) -> Any:
     """A HybridModel with an attention layer and a layer of experts, or a dense one, in turn."""
-    import torch
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -34,14 +33,9 @@ def build(config: configs.Config) -> Any:
     pattern = "/".join(["".join(pairs), *["*E"] * config["num_nextn_predict_layers"]])
     transformer = TransformerConfig(
         **transformer_fields(args)
-        | {
-            "num_layers": 2 * config["num_hidden_layers"], "is_hybrid_model": True,
-            "activation_func": torch.nn.functional.silu, "params_dtype": torch.float32,
-            "bf16": False, "use_cpu_initialization": True, "moe_grouped_gemm": False,
-            "persist_layer_norm": False, "transformer_impl": "local", "moe_layer_freq": 1,
-            "perform_initialization": False, "moe_token_dispatcher_type": "allgather",
-        }
-    )  # fmt: skip
+        | on_cpu()
+        | {"num_layers": 2 * config["num_hidden_layers"], "moe_layer_freq": 1}
+    )
     return HybridModel(
         config=transformer,
         hybrid_stack_spec=stack_spec(),

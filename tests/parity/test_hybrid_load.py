@@ -105,22 +105,25 @@ def replaced(spec: Any, known: Mapping[int, Any]) -> Any:
     return spec
 
 
+def on_cpu() -> dict[str, Any]:
+    """Settings of a HybridModel from Megatron's local modules, without random weights."""
+    import torch
+
+    return {
+        "is_hybrid_model": True, "activation_func": torch.nn.functional.silu,
+        "params_dtype": torch.float32, "bf16": False, "use_cpu_initialization": True,
+        "moe_grouped_gemm": False, "persist_layer_norm": False, "transformer_impl": "local",
+        "perform_initialization": False, "moe_token_dispatcher_type": "allgather",
+    }  # fmt: skip
+
+
 def build(config: configs.Config) -> Any:
     """A HybridModel from the Megatron arguments of the config."""
-    import torch
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     args = megatron_args(read_geometry(config))
-    transformer = TransformerConfig(
-        **transformer_fields(args)
-        | {
-            "is_hybrid_model": True, "activation_func": torch.nn.functional.silu,
-            "params_dtype": torch.float32, "bf16": False, "use_cpu_initialization": True,
-            "moe_grouped_gemm": False, "persist_layer_norm": False, "transformer_impl": "local",
-            "perform_initialization": False, "moe_token_dispatcher_type": "allgather",
-        }
-    )  # fmt: skip
+    transformer = TransformerConfig(**transformer_fields(args) | on_cpu())
     return HybridModel(
         config=transformer,
         hybrid_stack_spec=stack_spec(),
