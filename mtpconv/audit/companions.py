@@ -8,7 +8,7 @@ compressors/pack_quantized/base.py and nvfp4/base.py @ 01dd1a58; AutoAWQ awq/mod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -109,6 +109,17 @@ def stored_as(known: Collection[str], weight: str) -> str | None:
     if form is None:
         return None
     return beside(weight, QWEIGHT) if form == QWEIGHT else weight + form
+
+
+def is_stored(known: Collection[str], weight: str) -> bool:
+    """Whether a weight is there, in whatever form."""
+    return form_of(known, weight) is not None
+
+
+def stored_dtype(tensors: Mapping[str, TensorSpec], weight: str) -> str | None:
+    """The dtype of a weight or of its codes; None if neither is there."""
+    stored = stored_as(tensors, weight)
+    return tensors[stored].dtype if stored is not None else None
 
 
 def weight_names(names: Iterable[str]) -> set[str]:
@@ -242,9 +253,15 @@ def packed_fits(
 
 
 def _stated_bits(config: Mapping[str, Any] | None) -> list[int]:
-    groups = (config or {}).get("config_groups")
     said = [(config or {}).get(key) for key in ("bits", "w_bit")]
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
+    for group in config_groups(config or {}):
+        weights = group.get("weights")
         said.append(weights.get("num_bits") if isinstance(weights, Mapping) else None)
     return [bits for bits in said if type(bits) is int and 0 < bits <= 8]
+
+
+def config_groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The groups of a compressed-tensors config; an empty one for each that is no table."""
+    groups = config.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        yield group if isinstance(group, Mapping) else {}

@@ -15,9 +15,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mtpconv.audit.codes import finding
-from mtpconv.audit.companions import FLOATS, companion_base
+from mtpconv.audit.companions import FLOATS, companion_base, config_groups
 from mtpconv.audit.finding import Finding, Severity
-from mtpconv.audit.names import split_expert, tail
+from mtpconv.audit.names import namesake
 from mtpconv.audit.subject import Subject
 from mtpconv.ranges import compress
 from mtpconv.tensors import Region
@@ -47,7 +47,7 @@ def left_alone_findings(
     listed = _Listed(config)
     wrong = sorted(n for n in codes if listed.surely(n))
     if wrong:
-        yield _finding(
+        yield contradiction(
             "error",
             f"quantization_config leaves alone {len(wrong)} weights that are stored as codes: "
             f"{compress(wrong, 4)}; engines expect plain numbers there",
@@ -55,7 +55,7 @@ def left_alone_findings(
     plain = _plain_mtp(subject, codes, regions)
     unnamed = [n for n in plain if listed.is_targeted(n) and not listed.maybe(n)]
     if unnamed:
-        yield _finding(
+        yield contradiction(
             "warning",
             f"{len(unnamed)} MTP weights hold plain numbers, the trunk's are quantised, and "
             f"quantization_config does not leave them alone: {compress(unnamed, 4)}; engines that "
@@ -69,14 +69,15 @@ def _two_configs(subject: Subject, config: Mapping[str, Any] | None) -> Iterator
         return
     algorithms = [c.get("quant_algo") for c in (config, beside)]
     if None not in algorithms and algorithms[0] != algorithms[1]:
-        yield _finding(
+        yield contradiction(
             "warning",
             f"quantization_config says quant_algo {algorithms[0]}, hf_quant_config.json "
             f"{algorithms[1]}; engines read one or the other",
         )
 
 
-def _finding(severity: Severity, what: str) -> Finding:
+def contradiction(severity: Severity, what: str) -> Finding:
+    """A finding about what config.json says of quantisation."""
     return finding(
         "config_contradiction", severity, f"config.json: {what}",
         field="quantization_config", file="config.json",
@@ -89,22 +90,15 @@ def _plain_mtp(subject: Subject, codes: Set[str], regions: Mapping[str, Region])
     plain: dict[str, list[str]] = defaultdict(list)
     trunk_plain: set[str] = set()
     for name in codes:
-        quantised.add(_namesake(name))
+        quantised.add(namesake(name))
     for name, spec in subject.tensors.items():
         if spec.dtype not in FLOATS or len(spec.shape) < 2 or companion_base(name) is not None:
             continue
         if regions[name].kind == "mtp":
-            plain[_namesake(name)].append(name)
+            plain[namesake(name)].append(name)
         elif regions[name].kind == "trunk":
-            trunk_plain.add(_namesake(name))
+            trunk_plain.add(namesake(name))
     return sorted(n for k in plain.keys() & quantised - trunk_plain for n in plain[k])
-
-
-def _namesake(name: str) -> str:
-    """What weights of different layers and experts share."""
-    module = tail(name)
-    expert = split_expert(module)
-    return expert[0] + expert[2] if expert else module
 
 
 class _Listed:
@@ -127,7 +121,7 @@ class _Listed:
         #: compressed-tensors names modules, never what contains them
         self._exact = config.get("quant_method") == "compressed-tensors"
         self._only = config.get("quantized_layers")  # modelopt, mixed precision
-        self._targets = [t for g in _groups(config) for t in _strings(g.get("targets"))]
+        self._targets = [t for g in config_groups(config) for t in _strings(g.get("targets"))]
 
     def surely(self, weight: str) -> bool:
         """Whether the list names the module of a weight by any reading."""
@@ -163,13 +157,6 @@ class _Listed:
 
 def _strings(value: object) -> list[str]:
     return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
-
-
-def _groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    groups = config.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        if isinstance(group, Mapping):
-            yield group
 
 
 def _as_glob(entry: str) -> str | None:

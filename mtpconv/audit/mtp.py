@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
 from mtpconv.audit.codes import finding
-from mtpconv.audit.companions import stored_as
+from mtpconv.audit.companions import is_stored
 from mtpconv.audit.finding import Finding, MtpDepth, MtpStatus, Severity
 from mtpconv.audit.names import expected_mtp_prefix, layer_number, mtp_prefix
 from mtpconv.audit.promise import Promise, read_promise
@@ -225,14 +225,14 @@ def single_status(
             status, detail = content[depth], None
         count = len(wanted[depth]) if depth in wanted else None
         # Of what is wanted: junk beside it must not make up for what is gone.
-        held = len(names) if count is None else sum(_holds(subject, n) for n in wanted[depth])
+        held = (
+            len(names)
+            if count is None
+            else sum(is_stored(subject.tensors, n) for n in wanted[depth])
+        )
         total = None if count is None else count + len(parts_gone)
         depths.append(MtpDepth(depth, status, held, total, detail))
     return _whole(promise, depths)
-
-
-def _holds(subject: Subject, name: str) -> bool:
-    return stored_as(subject.tensors, name) is not None
 
 
 def pair_status(

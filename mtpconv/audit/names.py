@@ -123,6 +123,13 @@ def split_expert(name: str) -> tuple[str, int, str] | None:
     return (found["before"], int(found["expert"]), found["after"]) if found else None
 
 
+def namesake(name: str) -> str:
+    """What the tensors of one module share, whatever layer and expert they are in."""
+    module = tail(name)
+    expert = split_expert(module)
+    return expert[0] + expert[2] if expert else module
+
+
 #: Heads that a depth has of its own; elsewhere the head of a depth is a copy of lm_head.
 #: Source: facts on MTP families, section 1, Step-3.5; an exporter that knows one head only
 #: writes lm_head over them (there, section 6, number 10).

@@ -28,10 +28,11 @@ from mtpconv.audit.companions import (
     packed_fits,
     scale_of,
     stored_as,
+    stored_dtype,
     weight_names,
 )
 from mtpconv.audit.finding import Finding, Severity
-from mtpconv.audit.left_alone import left_alone_findings
+from mtpconv.audit.left_alone import contradiction, left_alone_findings
 from mtpconv.audit.quantised_parts import part_findings
 from mtpconv.audit.subject import Expected, Subject
 from mtpconv.geometry import text_config
@@ -101,7 +102,7 @@ def scale_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[
     fp8 = [n for n, s in subject.tensors.items() if s.dtype in FP8 and companion_base(n) is None]
     whole = not (subject.blind or subject.unread)
     if config is not None and config.get("quant_method") == "fp8" and not fp8 and whole:
-        yield _contradiction(
+        yield contradiction(
             "error",
             "quantization_config says fp8 and no tensor is; remove it or restore the quantised"
             " weights",
@@ -114,7 +115,7 @@ def scale_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[
         shown = f"{len(codes)} tensors are FP8" if len(codes) == len(fp8) else (
             f"{len(codes)} weights are stored as codes"
         )  # fmt: skip
-        yield _contradiction("warning", f"has no quantization_config but {shown}")
+        yield contradiction("warning", f"has no quantization_config but {shown}")
     yield from left_alone_findings(subject, config, codes, regions)
     known = subject.tensors.keys() | subject.unread | subject.ghosts
     scales = {n: scale for n in codes if (scale := scale_of(known, n)) is not None}
@@ -128,13 +129,6 @@ def scale_findings(subject: Subject, regions: Mapping[str, Region]) -> Iterator[
     if not subject.blind:
         yield from part_findings(subject, config, codes, regions, {f.tensor for f in said})
     yield from _block_shapes(subject, config, fp8, regions)
-
-
-def _contradiction(severity: Severity, what: str) -> Finding:
-    return finding(
-        "config_contradiction", severity, f"config.json: {what}",
-        field="quantization_config", file="config.json",
-    )  # fmt: skip
 
 
 def _stray(subject: Subject, regions: Mapping[str, Region]) -> Iterator[Finding]:
@@ -186,9 +180,9 @@ def _scaleless(
 ) -> Iterator[Finding]:
     styles: dict[str | None, Counter[str]] = defaultdict(Counter)
     for name, scale in scales.items():
-        styles[_dtype(subject, name)][companion_of(scale)] += 1
+        styles[stored_dtype(subject.tensors, name)][companion_of(scale)] += 1
     for name in sorted(codes - scales.keys()):
-        dtype = _dtype(subject, name)
+        dtype = stored_dtype(subject.tensors, name)
         usual = styles[dtype].most_common(1)
         scale = full_name(name, usual[0][0]) if usual else _scale_wanted(name, subject, config)
         yield finding(
@@ -199,15 +193,10 @@ def _scaleless(
         )  # fmt: skip
 
 
-def _dtype(subject: Subject, name: str) -> str | None:
-    stored = stored_as(subject.tensors, name)
-    return subject.tensors[stored].dtype if stored is not None else None
-
-
 def _scale_wanted(name: str, subject: Subject, config: Mapping[str, Any] | None) -> str:
     """The name under which a scale should be where no other weight shows the style."""
     form = form_of(subject.tensors, name)
-    if _dtype(subject, name) in FP8:
+    if stored_dtype(subject.tensors, name) in FP8:
         return name + "_scale_inv"
     if form == QWEIGHT:
         return beside(name, "scales")

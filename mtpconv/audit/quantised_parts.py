@@ -14,13 +14,15 @@ from mtpconv.audit.companions import (
     QWEIGHT,
     beside,
     companions,
+    config_groups,
     form_of,
     full_name,
     is_bitsandbytes,
     stored_as,
+    stored_dtype,
 )
 from mtpconv.audit.finding import Finding
-from mtpconv.audit.names import split_expert, tail
+from mtpconv.audit.names import namesake
 from mtpconv.audit.subject import Subject
 from mtpconv.tensors import DTYPE_BITS, Region, Shape, TensorSpec
 
@@ -119,11 +121,7 @@ def _scales_inputs(config: Mapping[str, Any]) -> bool:
     """Whether all quantised weights come with a scale for their input, says the config."""
     if config.get("quant_method") == "modelopt":
         return config.get("quant_algo") in ("NVFP4", "FP8")
-    groups = config.get("config_groups")
-    inputs = [
-        group.get("input_activations") if isinstance(group, Mapping) else None
-        for group in (groups.values() if isinstance(groups, Mapping) else ())
-    ]
+    inputs = [group.get("input_activations") for group in config_groups(config)]
     # "local": scales of blocks are made at run time, the scale over them is stored.
     return bool(inputs) and all(
         isinstance(i, Mapping) and i.get("dynamic", False) in (False, "local") for i in inputs
@@ -144,12 +142,9 @@ def _counted(
 
 def _kind(subject: Subject, name: str) -> _Kind:
     """Weights of the same module, form and dtype are alike, whatever layer and expert."""
-    module = tail(name)
-    expert = split_expert(module)
-    stored = stored_as(subject.tensors, name)
-    dtype = subject.tensors[stored].dtype if stored is not None else None
-    form = form_of(subject.tensors, name)
-    return _Kind(expert[0] + expert[2] if expert else module, form, dtype)
+    return _Kind(
+        namesake(name), form_of(subject.tensors, name), stored_dtype(subject.tensors, name)
+    )
 
 
 def _shapes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from mtpconv.audit.codes import finding
-from mtpconv.audit.companions import companion_base, is_kv_scale, stored_as
+from mtpconv.audit.companions import companion_base, is_kv_scale, is_stored
 from mtpconv.audit.finding import Finding
 from mtpconv.audit.mtp import depths_of
 from mtpconv.audit.promise import read_promise
@@ -32,9 +32,7 @@ def missing_names(subject: Subject) -> list[str]:
         return []
     elsewhere = subject.unread | subject.ghosts
     return sorted(
-        n
-        for n in expected.tensors
-        if n not in subject.tensors and n not in elsewhere and not _is_stored_packed(subject, n)
+        n for n in expected.tensors if n not in elsewhere and not is_stored(subject.tensors, n)
     )
 
 
@@ -147,7 +145,3 @@ def _misshapen(subject: Subject, expected: Expected) -> Iterator[Finding]:
     for name, wanted in sorted(expected.tensors.items()):
         if wanted is not None and subject.tensors.get(name) != wanted:
             yield from form_findings(subject, name, wanted, expected.regions[name])
-
-
-def _is_stored_packed(subject: Subject, name: str) -> bool:
-    return stored_as(subject.tensors, name) is not None
