@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -10,19 +11,24 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measure, model
+from mtpconv.cli.app import app
 from tests.conftest import ROOT
 
 #: What takes seconds to import, and what only the command line needs.
 HEAVY = {"torch", "transformers", "megatron", "pandas", "fsspec"}
+#: What fetches from elsewhere.
+AFAR = {"asyncio", "http.client", "ssl", "urllib.request"}
+#: What an answer without weights has no use for: numbers, digests, and typer's check of values.
+UNUSED = {*HEAVY, *AFAR, "numpy", "blake3", "safetensors", "pydantic", "importlib.metadata"}
 
 
 def loaded(*arguments: str) -> set[str]:
-    """Top-level modules that a command has imported when it ends."""
+    """Modules that a command has imported when it ends."""
     code = (
         "import json, sys; sys.argv[1:] = json.loads(sys.argv[1])\n"
         "from mtpconv.cli import main\n"
         "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
-        "print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})), file=sys.stderr)"
+        "print(json.dumps(sorted(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(arguments)], cwd=ROOT,
@@ -33,8 +39,19 @@ def loaded(*arguments: str) -> set[str]:
 
 
 def test_help_and_version_import_next_to_nothing() -> None:
-    for arguments in (["--version"], ["--help"], ["audit", "--help"], ["hf2mcore", "--help"]):
-        assert not loaded(*arguments) & {*HEAVY, "numpy", "blake3", "safetensors"}, arguments
+    for command in app.registered_commands:
+        assert command.callback is not None
+        arguments = (command.callback.__name__, "--help")
+        assert not loaded(*arguments) & UNUSED, arguments
+    assert not loaded("--help") & UNUSED
+    assert not loaded("--version") & {*UNUSED, "rich"}
+
+
+def test_typer_has_no_annotation_to_compile() -> None:
+    """It would compile each of every command, four times at every start."""
+    for command in app.registered_commands:
+        annotations = inspect.get_annotations(command.callback)  # type: ignore[arg-type]
+        assert not [name for name, it in annotations.items() if isinstance(it, str)], annotations
 
 
 def test_no_command_that_moves_bytes_imports_torch(tmp_path: Path) -> None:
