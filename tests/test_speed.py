@@ -54,7 +54,7 @@ def test_typer_has_no_annotation_to_compile() -> None:
         assert not [name for name, it in annotations.items() if isinstance(it, str)], annotations
 
 
-def test_no_command_that_moves_bytes_imports_torch(tmp_path: Path) -> None:
+def test_no_command_that_moves_bytes_imports_torch_or_http(tmp_path: Path) -> None:
     hf = model.tiny(tmp_path / "hf", "deepseek-v3", num_hidden_layers=4, n_routed_experts=8)
     config = str(ROOT / "fixtures" / "configs" / "glm-5.2.json")
     mcore, back = str(tmp_path / "mcore"), str(tmp_path / "back")
@@ -62,7 +62,9 @@ def test_no_command_that_moves_bytes_imports_torch(tmp_path: Path) -> None:
         ["plan", config], ["inventory", str(hf)], ["hf2mcore", str(hf), mcore],
         ["mcore2hf", mcore, back], ["audit", str(hf), back], ["audit", str(hf), mcore],
     ):  # fmt: skip
-        assert not loaded(*arguments) & HEAVY, arguments
+        assert not loaded(*arguments) & {*HEAVY, *AFAR}, arguments
+    for arguments in (["audit", str(hf), back, "--quiet"], ["audit", back, "--format", "json"]):
+        assert "rich" not in loaded(*arguments), arguments
 
 
 @pytest.fixture(scope="module")

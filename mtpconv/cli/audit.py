@@ -25,7 +25,7 @@ from mtpconv.cli.terminal import make_progress
 from mtpconv.errors import RefusedError, UnreadableError, UsageError, WriteError
 from mtpconv.progress import Progress
 from mtpconv.ranks import READING, Ranks, ranks_of
-from mtpconv.report import FORMATS, attest, github, parse_targets, text, write_file, write_reports
+from mtpconv.report import FORMATS, attest, github, parse_targets, write_file, write_reports
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.collector import no_collector
 from mtpconv.store.manifest import (
@@ -36,8 +36,7 @@ from mtpconv.store.manifest import (
     take_manifest,
     write_manifest,
 )
-from mtpconv.store.places import places_read
-from mtpconv.store.remote import is_remote, mirror_headers
+from mtpconv.store.places import is_remote, places_read
 
 EXIT = {"pass": 0, "fail": 1, "error": 3}
 
@@ -146,6 +145,8 @@ def _open(
     def local(text: str | None) -> Path | None:
         if text is None or not is_remote(text):
             return None if text is None else Path(text)
+        from mtpconv.store.remote import mirror_headers  # brings in http and ssl
+
         place = stack.enter_context(TemporaryDirectory(prefix="mtpconv-headers-"))
         return mirror_headers(text, Path(place))
 
@@ -268,6 +269,8 @@ def _hand_out(taken: Manifest, output: Path | None, *, quiet: bool) -> None:
 def _show(done: Report, form: str, *, verbose: bool, quiet: bool) -> None:
     if form == "text":
         if not quiet:
+            from mtpconv.report import text
+
             terminal = sys.stdout.isatty()
             size = os.get_terminal_size() if terminal else None
             sys.stdout.write(

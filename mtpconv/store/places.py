@@ -7,6 +7,7 @@ A checkpoint need not lie where its folder is: the shards of a hub cache are lin
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,14 @@ from pathlib import Path
 from mtpconv.errors import UsageError
 from mtpconv.store.source import FOLDER
 
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://.")
 _WEIGHTS = (".safetensors", ".distcp", ".pt")
 _TOOL_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
+
+
+def is_remote(text: str) -> bool:
+    """Whether a word of the command line names something that is not on this machine."""
+    return _SCHEME.match(text) is not None
 
 
 @dataclass(frozen=True)

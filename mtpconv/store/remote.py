@@ -30,13 +30,6 @@ _SMALL_LIMIT = 256 << 20
 _FILE_LIMIT = 1 << 50
 _WORKERS = 8
 
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://.")
-
-
-def is_remote(text: str) -> bool:
-    """Whether a word of the command line names something that is not on this machine."""
-    return _SCHEME.match(text) is not None
-
 
 class Remote(Protocol):
     """Read access to the files of one checkpoint somewhere else."""

@@ -14,7 +14,8 @@ import pytest
 
 from mtpconv.errors import UnreadableError
 from mtpconv.store.hf import open_hf
-from mtpconv.store.remote import is_remote, mirror_headers, open_remote
+from mtpconv.store.places import is_remote
+from mtpconv.store.remote import mirror_headers, open_remote
 from tests.convert.folders import make_hf
 from tests.mapping.toy import config
 
