@@ -50,7 +50,7 @@ def run(command: Sequence[str], quiet: bool = True) -> Cost:
     """
     begun = time.monotonic()
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        command, cwd=ROOT, env=_environment(),
         stdout=subprocess.DEVNULL if quiet else None, stderr=subprocess.PIPE,
     )  # fmt: skip
     peak = _Peak(process.pid)
@@ -64,6 +64,12 @@ def run(command: Sequence[str], quiet: bool = True) -> Cost:
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit {process.returncode}: {said}")
     return Cost(wall, usage.ru_utime + usage.ru_stime, peak.anonymous, peak.resident)
+
+
+def _environment() -> dict[str, str]:
+    """That of an installed copy: byte code is kept, whatever is set here."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPATH": str(ROOT)}
 
 
 class _Peak:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
 
@@ -22,8 +23,7 @@ DTYPE_BITS: Mapping[str, int] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """What a tensor is, apart from its bytes: dtype name and shape."""
 
     dtype: str
@@ -40,8 +40,7 @@ class TensorSpec:
         return self.elements * DTYPE_BITS[self.dtype] // 8
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A rectangular part of a tensor: `offsets[i] <= index[i] < offsets[i] + sizes[i]`."""
 
     offsets: Shape

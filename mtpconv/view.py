@@ -45,8 +45,8 @@ class HfView:
         self.plan = as_stored(plan, self.layout)
         self.tensors: dict[str, TensorSpec] = {}
         self.problems: list[Problem] = list(checkpoint.problems)
-        self._steps: dict[str, list[tuple[Step, int]]] = {}
-        self._addresses: dict[str, Address] = {}
+        #: by HF name: the steps that make it or a part of it, which operand it is, and where
+        self._steps: dict[str, list[tuple[Step, int, Address]]] = {}
         self._aliases: dict[str, str] = {}
         self._carried = carried
         self._chunks = _ChunkIndex(checkpoint)
@@ -103,8 +103,7 @@ class HfView:
         if name not in self._steps and self._carried is not None:
             return pieces(self._carried, name)
         found: list[Piece] = []
-        for step, operand in self._steps[name]:
-            address = self._addresses[step.key]
+        for step, operand, address in self._steps[name]:
             for move in step.op.moves([s.shape for s in step.specs]):
                 if move.operand == operand:
                     found += self._move_pieces(move, address)
@@ -115,29 +114,29 @@ class HfView:
 
         This is what nearly every tensor of a converted checkpoint is, at a sixth of the cost.
         """
-        steps = self._steps.get(self._aliases.get(name, name), ())
-        if len(steps) != 1:
+        steps = self._steps.get(name) or self._steps.get(self._aliases.get(name, name))
+        if steps is None or len(steps) != 1:
             return None
-        step, operand = steps[0]
-        address = self._addresses[step.key]
+        step, operand, address = steps[0]
         chunks = self._chunks.near(address.key, address.index)
         cuts = self._cuts(step, operand)
         if cuts is None or len(chunks) != 1:
             return None
-        chunk = chunks[0]
-        entries = max(chunk.box.sizes[: len(address.index)], default=1)
-        if entries != 1 or chunk.box.elements != cuts[0]:  # of several entries, or a part
+        file, start, box = chunks[0]
+        entries = max(box.sizes[: len(address.index)], default=1)
+        if entries != 1 or prod(box.sizes) != cuts[0]:  # of several entries, or a part
             return None
-        return [Run(at, size, chunk.file, chunk.start + skip) for at, size, skip in cuts[1]]
+        return [Run(at, size, file, start + skip) for at, size, skip in cuts[1]]
 
     def _cuts(self, step: Step, operand: int) -> _Cuts | None:
         """Elements of a Megatron tensor, and where the stretches of an operand lie in it."""
         spec = self.tensors[step.hf[operand]]
         # The steps hold ops and specs as long as this lives, so their ids name them.
         at = (id(step.op), id(step.specs), operand, spec.dtype)
-        if at not in self._known_cuts:
-            self._known_cuts[at] = _cuts(step, operand, spec)
-        return self._known_cuts[at]
+        try:
+            return self._known_cuts[at]
+        except KeyError:
+            return self._known_cuts.setdefault(at, _cuts(step, operand, spec))
 
     def nonzero_padding(self) -> Iterator[tuple[str, int]]:
         """HF names whose Megatron tensor has padding rows that are not zero, with their number.
@@ -146,7 +145,7 @@ class HfView:
         """
         with Files() as files:
             for step in self._padded_steps():
-                address = self._addresses[step.key]
+                address = self.layout.address(step.key, self.plan.geometry)
                 spec, first = step.specs[0], step.specs[0].shape[0]
                 rows = step.shape[0] - first
                 box = Box((first, *(0 for _ in spec.shape[1:])), (rows, *spec.shape[1:]))
@@ -159,7 +158,7 @@ class HfView:
     def _padded_steps(self) -> Iterator[Step]:
         seen = set()
         for entries in self._steps.values():
-            for step, _ in entries:
+            for step, _, _ in entries:
                 if step.op.name == "pad_rows" and step.key not in seen:
                     seen.add(step.key)
                     if step.shape != step.specs[0].shape:
@@ -181,9 +180,8 @@ class HfView:
             if step is None:
                 self._misshaped(planned, spec, address)
                 continue
-            self._addresses[step.key] = address
             for operand, name in enumerate(step.hf):
-                self._steps.setdefault(name, []).append((step, operand))
+                self._steps.setdefault(name, []).append((step, operand, address))
                 if step.op.partial:
                     moves = step.op.moves([s.shape for s in step.specs])
                     taken = sum(m.hf.elements for m in moves if m.operand == operand)

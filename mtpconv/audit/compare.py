@@ -67,10 +67,12 @@ def compare_bytes(
             own.files = (before.files(), after.files())
             opened.extend(own.files)
         left, right = own.files
-        if _same_at_once(batch, left, right):
-            return [Outcome(p.name, True, 0, after.tensors[p.name].elements) for p in batch]
+        known = [(p.before, p.after) for p in batch if p.before is not None and p.after is not None]
+        same = _same_at_once(known, left, right)
         return [
-            compare_tensor(before, after, p.name, left, right, p.name in watch, detail)
+            Outcome(p.name, True, 0, p.after.spec.elements)
+            if same and p.after is not None
+            else compare_tensor(before, after, p.name, left, right, p.name in watch, detail)
             for p in batch
         ]
 
@@ -108,12 +110,11 @@ def _pair(before: Subject, after: Subject, name: str, watched: bool) -> _Pair:
         return _Pair(name)  # compare_tensor says which side it is
 
 
-def _same_at_once(batch: Sequence[_Pair], left: Files, right: Files) -> bool:
-    """Whether all tensors of a batch are the same on both sides; False if that is not known."""
-    old = [p.before for p in batch if p.before is not None]
-    new = [p.after for p in batch if p.after is not None]
+def _same_at_once(pairs: Sequence[tuple[Reading, Reading]], left: Files, right: Files) -> bool:
+    """Whether all of these are the same on both sides; False if that is not known."""
+    old, new = [a for a, _ in pairs], [b for _, b in pairs]
     size = sum(what.spec.nbytes for what in old)
-    if len(old) < len(batch) or size > BLOCK or size != sum(what.spec.nbytes for what in new):
+    if size > BLOCK or size != sum(what.spec.nbytes for what in new):
         return False
     try:
         with left.buffer(size) as one, right.buffer(size) as other:

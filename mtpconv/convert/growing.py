@@ -8,16 +8,20 @@ from typing import Protocol, Self, TypeVar
 from mtpconv.convert.flush import Flusher
 from mtpconv.store.crew import Crew, interleaved
 from mtpconv.store.files import Files
+from mtpconv.store.new_file import NewFile
 
 
 class Growing(Protocol):
     """A file that is being written."""
 
-    fd: int
     #: parts that are not in it yet
     left: int
     #: of the HF tensors that went in so far
     digests: dict[str, str]
+
+    @property
+    def out(self) -> NewFile:
+        """What the bytes go into. Raises: OSError, WriteError."""
 
     def finish(self) -> Self:
         """Bring it to disk and close it. Raises: OSError, WriteError."""
@@ -59,10 +63,10 @@ def write_files(
         with Flusher() as flusher:
             for file, batch, digests in crew.map(work, interleaved(map(stream, files), crew.jobs)):
                 file.digests.update(digests)
-                flusher.wrote(file.fd, wrote(batch))
+                flusher.wrote(file.out, wrote(batch))
                 file.left -= len(batch)
                 if not file.left:
-                    flusher.finish(file.fd, file.finish, done)
+                    flusher.finish(file.out, file.finish, done)
             flusher.settle()
     finally:
         for file in files:

@@ -26,10 +26,11 @@ from mtpconv.store.dequant import HfTensors
 from mtpconv.store.dist_metadata_writer import write_metadata
 from mtpconv.store.extra_state import extra_state_keys
 from mtpconv.store.files import Files
-from mtpconv.store.torch_dist_writer import FILE_LIMIT, TorchDistWriter, Written
+from mtpconv.store.new_file import NewFile
+from mtpconv.store.torch_dist_writer import Room, TorchDistWriter, Written
 
-#: No writer begins a second file by itself: a file is what is taken over or not.
-_ONE_FILE = 1 << 62
+#: Units: bytes. A new file is begun when the current one has this many.
+FILE_LIMIT = 2 << 30
 
 
 class Share(NamedTuple):
@@ -43,12 +44,13 @@ class RecordFiles:
     """Writes the records of a plan; `source` stands for the state of the source."""
 
     def __init__(
-        self, hf: HfTensors, plan: Plan, layout: Layout, source: str, limit: int | None = None
+        self, hf: HfTensors, plan: Plan, layout: Layout, source: str, *, direct: bool = False
     ) -> None:
+        """`direct`: see `NewFile`."""
         self._plan = plan
         self._recorder = Recorder(hf, plan, layout)
         self._source = f"{source} {layout.name}"
-        self._limit = limit or FILE_LIMIT
+        self._direct = direct
 
     def write(self, folder: Path, out: Output, crew: Crew, progress: Progress) -> dict[str, str]:
         """Write this rank's records, and as the first one `.metadata` for those of all.
@@ -67,7 +69,7 @@ class RecordFiles:
         steps = share(self._plan.steps, self._recorder.nbytes, out.ranks)
         progress.begin("convert", sum(map(self._recorder.nbytes, steps)))
         files = [
-            _File(folder, out.ranks.rank, number, group, self._recorder, self._source)
+            _File(folder, out.ranks.rank, number, group, self._recorder, self._source, self._direct)
             for number, group in enumerate(self._groups(steps))
         ]
 
@@ -79,7 +81,7 @@ class RecordFiles:
         write_files(
             [f for f in files if not _take_over(f, folder, out, crew, progress)],
             _File.batches,
-            lambda _, batch, own: write_batch(batch, own),
+            lambda file, batch, own: write_batch(file.out, batch, own),
             crew,
             wrote,
             lambda file: out.journal.add(file.name, Done(file.holds, file.digests)),
@@ -90,7 +92,7 @@ class RecordFiles:
             mine.digests.update(file.digests)
         if out.ranks.is_first:
             others = self._plan.steps if out.ranks.size > 1 else ()
-            with TorchDistWriter(folder, 0, first=len(files)) as writer:
+            with TorchDistWriter(folder, 0, len(files)) as writer:
                 writer.write_objects(extra_state_keys(self._recorder.stored(others)), [None])
                 mine.written.extend(writer.close())
         return mine
@@ -102,7 +104,7 @@ class RecordFiles:
         for step in steps:
             group.append(step)
             size += self._recorder.nbytes(step)
-            if size >= self._limit:
+            if size >= FILE_LIMIT:
                 yield group
                 group, size = [], 0
         if group:
@@ -139,19 +141,18 @@ class _File:
         steps: Sequence[Step],
         recorder: Recorder,
         source: str,
+        direct: bool,
     ) -> None:
         self.name = f"__{rank}_{number}.distcp"
-        self.fd = -1
         self.left = len(steps)
         self.digests: dict[str, str] = {}
         self.written: Sequence[Written] = ()
-        self._folder = folder
         self._rank = rank
         self._number = number
         self._steps = steps
         self._recorder = recorder
         self._source = source
-        self._writer: TorchDistWriter | None = None
+        self._writer = TorchDistWriter(folder, rank, number, direct=direct)
 
     @property
     def nbytes(self) -> int:
@@ -170,60 +171,56 @@ class _File:
             hasher.update(f"{step.key} {kinds[at]} {' '.join(step.hf)}\n".encode())
         return hasher.hexdigest()
 
+    @property
+    def out(self) -> NewFile:
+        """What the bytes go into. Raises: WriteError."""
+        return self._writer.file
+
     def batches(self) -> Iterator[Sequence[Placed]]:
-        """Begin the file, and what goes into it. Raises: WriteError."""
-        writer = self._writer = TorchDistWriter(
-            self._folder, self._rank, first=self._number, file_limit=_ONE_FILE
-        )
-        placed = (
-            Placed(r, writer.reserve(r.key, r.spec, r.box), self._recorder.apart(r))
+        """What goes into the file. Raises: UnsupportedError."""
+        return together(
+            Placed(r, self._writer.reserve(r.key, r.spec, r.box), self._recorder.apart(r))
             for r in self._recorder.records(self._steps)
         )
-        for batch in together(placed):
-            self.fd = batch[-1].room.fd
-            yield batch
 
     def finish(self) -> _File:
         """Bring it to disk and close it. Raises: WriteError."""
-        assert self._writer is not None
         self.written = self._writer.close()
         return self
 
     def close(self) -> None:
         """Close it if it is open."""
-        if self._writer is not None:
-            self._writer.release()
+        self._writer.release()
 
     def check(self, path: Path, crew: Crew) -> bool:
         """Whether every record of a finished file has its CRC; then `written` has them."""
-        with TorchDistWriter(
-            path.parent, self._rank, first=self._number, file_limit=_ONE_FILE, existing=True
-        ) as writer:
-            records = self._recorder.records(self._steps)
-            each = (Placed(r, writer.reserve(r.key, r.spec, r.box)) for r in records)
-            try:
-                if not all(crew.map(_batch_is_whole, together(each))):
-                    return False
-            except UnreadableError:  # too short
+        wanted = TorchDistWriter(path.parent, self._rank, self._number)
+        records = self._recorder.records(self._steps)
+        each = (Placed(r, wanted.reserve(r.key, r.spec, r.box)) for r in records)
+
+        def is_whole(batch: Sequence[Placed], files: Files) -> bool:
+            return all(_is_whole(path, placed.room, files) for placed in batch)
+
+        try:
+            if not all(crew.map(is_whole, together(each))):
                 return False
-            size = path.stat().st_size
-            written = writer.close()
-            if size != written[-1].offset + written[-1].length:
-                return False
-            self.written = written
-            return True
+        except UnreadableError:  # too short
+            return False
+        last = wanted.written[-1]
+        if path.stat().st_size != last.offset + last.length:
+            return False
+        self.written = wanted.written
+        return True
 
 
-def _batch_is_whole(batch: Sequence[Placed], files: Files) -> bool:
-    for _, room, _ in batch:
-        crc = 0
-        run = Run(0, room.nbytes, room.file, room.start)
-        for block in run_blocks([run], files):
-            crc = crc32(block, crc)
-        prefix, suffix = room.frame.sealed(crc)
-        for at, wanted in ((room.start - len(prefix), prefix), (room.start + room.nbytes, suffix)):
-            with files.buffer(len(wanted)) as found:
-                files.read_into(room.file, at, found)
-                if found != wanted:
-                    return False
+def _is_whole(path: Path, room: Room, files: Files) -> bool:
+    crc = 0
+    for block in run_blocks([Run(0, room.nbytes, path, room.start)], files):
+        crc = crc32(block, crc)
+    prefix, suffix = room.sealed(crc)
+    for at, wanted in ((room.begin, prefix), (room.start + room.nbytes, suffix)):
+        with files.buffer(len(wanted)) as found:
+            files.read_into(path, at, found)
+            if found != wanted:
+                return False
     return True

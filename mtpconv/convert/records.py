@@ -29,8 +29,8 @@ from mtpconv.store.crew import batches
 from mtpconv.store.dequant import HfTensors
 from mtpconv.store.digest import digest_reading
 from mtpconv.store.files import BLOCK
-from mtpconv.store.record_writer import ALIGNMENT
-from mtpconv.store.torch_dist_writer import Reservation
+from mtpconv.store.new_file import NewFile
+from mtpconv.store.torch_dist_writer import Room
 from mtpconv.tensors import DTYPE_BITS, Box, Shape, TensorSpec
 
 #: Ops whose Megatron tensor is its operands one after another (and padding).
@@ -174,34 +174,32 @@ class Placed(NamedTuple):
     """A record, its room in a file, and HF tensors that are digested along with it."""
 
     record: Record
-    room: Reservation
+    room: Room
     apart: Sequence[tuple[str, Reading]] = ()
 
 
 def together(each: Iterable[Placed]) -> Iterator[list[Placed]]:
     """Neighbours in a file, as many as fit into a block."""
-    return batches(each, lambda p: p.room.frame.length + ALIGNMENT)
+    return batches(each, lambda p: p.room.end - p.room.begin)
 
 
 _Digests = list[tuple[str, str]]
 
 
-def write_batch(batch: Sequence[Placed], files: Files) -> list[tuple[str, str]]:
+def write_batch(file: NewFile, batch: Sequence[Placed], files: Files) -> list[tuple[str, str]]:
     """Write neighbours of one file; gives HF names with their digests.
 
     Raises: WriteError, UnreadableError.
     """
     found: _Digests = []
-    first, last = batch[0].room, batch[-1].room
-    begin = first.start - len(first.frame.prefix)
-    end = last.start + last.nbytes + len(last.frame.suffix)
+    begin, end = batch[0].room.begin, batch[-1].room.end
     if end - begin > BLOCK:  # one large record
         for record, room, _ in batch:
-            _write_large(record, room, files, found)
+            _write_large(file, record, room, files, found)
     else:
         with files.buffer(end - begin) as window:
             _fill_window(batch, begin, window, files, found)
-            first.write(begin, window)
+            file.write(begin, window)
     for placed in batch:
         found += [(name, digest_reading(what, files)) for name, what in placed.apart]
     return found
@@ -210,23 +208,17 @@ def write_batch(batch: Sequence[Placed], files: Files) -> list[tuple[str, str]]:
 def _fill_window(
     batch: Sequence[Placed], begin: int, window: memoryview, files: Files, found: _Digests
 ) -> None:
-    at = 0
     for record, room, _ in batch:
-        data = room.start - begin
-        after = data + room.nbytes
+        data, after, end = room.start - begin, room.start + room.nbytes - begin, room.end - begin
         body = window[data:after]
         record.what.fill(files, body)
-        prefix, suffix = room.frame.sealed(crc32(body))
-        # Everything between the data, the gap that aligns it included.
-        window[at:data] = bytes(data - at - len(prefix)) + prefix
-        at = after + len(suffix)
-        window[after:at] = suffix
+        window[room.begin - begin : data], window[after:end] = room.sealed(crc32(body))
         for name, nbytes in zip(record.step.hf, record.sizes, strict=False):
             found.append((name, blake3(body[:nbytes]).hexdigest()))
             body = body[nbytes:]
 
 
-def _write_large(record: Record, room: Reservation, files: Files, found: _Digests) -> None:
+def _write_large(file: NewFile, record: Record, room: Room, files: Files, found: _Digests) -> None:
     """A record larger than a block: its data block by block, then what surrounds them."""
     crc, at = 0, room.start
     # No sizes: nothing to digest here.
@@ -234,7 +226,7 @@ def _write_large(record: Record, room: Reservation, files: Files, found: _Digest
     number, left = 0, operands[0][1] if operands else 0
     for block in record.what.blocks(files):
         crc = crc32(block, crc)
-        room.write(at, block)
+        file.write(at, block)
         at += len(block)
         while len(block) and number < len(operands):
             part = block[:left]
@@ -244,6 +236,6 @@ def _write_large(record: Record, room: Reservation, files: Files, found: _Digest
                 number += 1
                 left = operands[number][1] if number < len(operands) else 0
     found += [(name, hasher.hexdigest()) for name, _, hasher in operands]
-    prefix, suffix = room.frame.sealed(crc)
-    room.write(room.start - len(prefix), prefix)
-    room.write(room.start + room.nbytes, suffix)
+    prefix, suffix = room.sealed(crc)
+    file.write(room.begin, prefix)
+    file.write(room.start + room.nbytes, suffix)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +12,13 @@ from blake3 import blake3
 from mtpconv.convert.growing import write_files
 from mtpconv.errors import UnreadableError
 from mtpconv.store.checkpoint import Checkpoint
-from mtpconv.store.content import Pieced, Reading, Run, fill_all, reading
+from mtpconv.store.content import Pieced, Reading, Run, fill_all, read_run, reading
 from mtpconv.store.crew import Crew, batches
 from mtpconv.store.digest import digest_tensors
 from mtpconv.store.files import BLOCK, Files
 from mtpconv.store.hf import HfCheckpoint
+from mtpconv.store.new_file import NewFile
 from mtpconv.store.safetensors_header import ShardHeader, read_header
-from mtpconv.store.torch_dist_writer import write_at
 
 #: A filesystem that cannot copy inside the kernel answers one of these.
 _NO_COPY = frozenset(
@@ -37,41 +35,41 @@ class _Tensor(NamedTuple):
 class Shard:
     """A safetensors file that is being written; `digests` grows with it."""
 
-    def __init__(self, path: Path, header: ShardHeader) -> None:
+    def __init__(self, path: Path, header: ShardHeader, *, direct: bool = False) -> None:
+        """`direct`: see `NewFile`."""
+        self._direct = direct
         self.path = path
         self.header = header
         self.digests: dict[str, str] = {}
         self.left = len(header.tensors)
-        self.fd = -1
-        #: the kernel lets one thread into a file and the others spin; here they sleep
-        self.turn = threading.Lock()
+        self._file: NewFile | None = None
+
+    @property
+    def out(self) -> NewFile:
+        """What the bytes go into, created when first asked for. Raises: OSError."""
+        if self._file is None:
+            self._file = NewFile(self.path, direct=self._direct)
+        return self._file
 
     def batches(self, source: Checkpoint | Pieced) -> Iterator[Sequence[_Tensor]]:
         """Begin the file, and what is to be copied into it. Raises: OSError, WriteError."""
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        write_at(self.fd, self.path, 0, self.header.raw)
+        self.out.write(0, self.header.raw)
         tensors = (
             _Tensor(name, reading(source, name), self.header.start(name))
             for name in self.header.payload_order
         )
         yield from batches(tensors, lambda t: t.what.spec.nbytes)
 
-    def write(self, at: int, data: memoryview) -> None:
-        """Put bytes into the file. Raises: WriteError."""
-        with self.turn:
-            write_at(self.fd, self.path, at, data)
-
     def finish(self) -> Shard:
-        """Bring it to disk and close it. Raises: OSError."""
-        os.fsync(self.fd)
+        """Bring it to disk and close it. Raises: OSError, WriteError."""
+        self.out.sync()
         self.close()
         return self
 
     def close(self) -> None:
         """Close it if it is open."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        if self._file is not None:
+            self._file.close()
 
 
 def write_shards(
@@ -135,7 +133,7 @@ def _copy_and_digest(shard: Shard, tensors: Sequence[_Tensor], files: Files) -> 
             end = at + what.spec.nbytes
             digests.append((name, blake3(window[at:end]).hexdigest()))
             at = end
-        shard.write(tensors[0].at, window)
+        shard.out.write(tensors[0].at, window)
     return digests
 
 
@@ -143,18 +141,24 @@ def _stream(shard: Shard, tensor: _Tensor, files: Files) -> str:
     hasher, at = blake3(), tensor.at
     for block in tensor.what.blocks(files):
         hasher.update(block)
-        shard.write(at, block)
+        shard.out.write(at, block)
         at += len(block)
     return hasher.hexdigest()
 
 
 def _copy(shard: Shard, tensors: Sequence[_Tensor], files: Files) -> _Digests:
     runs = list(_runs(tensors))
-    if all(isinstance(run.file, Path) for run in runs):
+    if shard.out.direct and all(t.what.runs is not None for t in tensors):
+        for run in runs:
+            start = run.start
+            for room in shard.out.rooms(run.at, run.nbytes):
+                read_run(files, run.file, start, room)
+                start += len(room)
+        return []
+    if not shard.out.direct and all(isinstance(run.file, Path) for run in runs):
         try:
             for run in runs:
-                with shard.turn:
-                    _copy_in_kernel(shard.fd, run, files)
+                _copy_in_kernel(shard.out, run, files)
             return []
         except OSError as error:
             if error.errno not in _NO_COPY:
@@ -172,12 +176,12 @@ def _runs(tensors: Sequence[_Tensor]) -> Iterator[Run]:
             yield Run(at + run.at, run.nbytes, run.file, run.start)
 
 
-def _copy_in_kernel(fd: int, run: Run, files: Files) -> None:
+def _copy_in_kernel(out: NewFile, run: Run, files: Files) -> None:
     assert isinstance(run.file, Path)
     source = files.fd(run.file)
     done = 0
     while done < run.nbytes:
-        got = os.copy_file_range(source, fd, run.nbytes - done, run.start + done, run.at + done)
+        got = out.copy_range(run.at + done, run.nbytes - done, source, run.start + done)
         if got == 0:
             raise UnreadableError(
                 f"{run.file}: ends at byte {run.start + done}, {run.nbytes - done} bytes short; "

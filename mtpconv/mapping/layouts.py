@@ -12,7 +12,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 
@@ -69,6 +69,9 @@ class Layout:
     """Dialects applied in the order of `DIALECTS`; none at all is the tables' own spelling."""
 
     dialects: tuple[Dialect, ...] = ()
+    #: addresses of one geometry, which checks, readers and writers all ask for
+    _known: dict[str, Address] = field(default_factory=dict, compare=False, repr=False)
+    _known_for: list[Shape] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -79,6 +82,16 @@ class Layout:
 
     def address(self, key: str, geometry: Geometry) -> Address:
         """Where the tensor that tables call `key` lies."""
+        counts = [(geometry.layers, geometry.experts)]
+        if self._known_for != counts:
+            self._known.clear()
+            self._known_for[:] = counts
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._spell(key, geometry)
+        return found
+
+    def _spell(self, key: str, geometry: Geometry) -> Address:
         index: list[int] = []
         lead: list[int] = []
         for dialect in self.dialects:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from mtpconv.errors import UsageError
 from mtpconv.geometry import Config, Geometry, Kind, read_geometry
@@ -21,8 +22,7 @@ from mtpconv.tensors import ROOT, Region, Shape, TensorSpec
 MAX_DEPTHS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One Megatron tensor (per layer, per expert) and the HF tensors it is made of."""
 
     key: str

@@ -174,7 +174,7 @@ def restored(
             at = (word, id(step.op))
             if at not in ops:
                 ops[at] = REORDERINGS[word](step.op, plan.geometry)
-            steps.append(replace(step, op=ops[at]))
+            steps.append(step._replace(op=ops[at]))
         elif cut is not None and step.op.name in _GATED:
             steps += _halves(step, cut, copy, ops)
         else:

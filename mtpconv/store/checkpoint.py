@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mtpconv.errors import RefusedError, UnreadableError
 from mtpconv.tensors import Box, TensorSpec
@@ -20,8 +20,7 @@ from mtpconv.tensors import Box, TensorSpec
 _UNREADABLE = frozenset({"unreadable_file", "index_missing_file"})
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, stored C-contiguous at byte `start` of `file`, little-endian."""
 
     file: Path

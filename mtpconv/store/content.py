@@ -10,7 +10,6 @@ are gathered, a bounded number of rows at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from mtpconv.errors import UnreadableError
@@ -25,8 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """`box` of the wanted tensor is `chunk_box` of the chunk at byte `start` of `file`.
 
     The two boxes have the same sizes once axes of size 1 are left out; with `swap` the last

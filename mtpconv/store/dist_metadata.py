@@ -23,6 +23,8 @@ from mtpconv.tensors import Box, Shape, TensorSpec
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _METADATA_CLASSES = ("Metadata", "MCoreMetadata")
 _LIMIT = 1 << 63
+_NONE = (None,) * 4
+_INFO = ("relative_path", "offset", "length", "transform_descriptors")
 
 
 class Place(NamedTuple):
@@ -33,8 +35,7 @@ class Place(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
+class StoredChunk(NamedTuple):
     """A box of a tensor and the record that holds it."""
 
     box: Box
@@ -101,25 +102,36 @@ def _read_place(index: Any, info: Any) -> tuple[tuple[str, str], Place]:
     """A pair of `storage_data`, checked and made small."""
     if type(index) is not Instance or type(info) is not Instance:
         raise UnreadableError(".metadata has a record without name or place; it is corrupt")
-    key, at = index.field("fqn"), index.field("offset")
-    place = Place(*(info.field(name) for name in ("relative_path", "offset", "length")))
+    key, at = _values(index, ("fqn", "offset"))
+    file, offset, length, transforms = _values(info, _INFO)
     if (
         not _is_name(key)
         or not (at is None or _is_shape(at))
-        or not _is_shape((place.offset, place.length))
-        or place.offset + place.length >= _LIMIT
+        or type(offset) is not int
+        or type(length) is not int
+        or not 0 <= offset <= offset + length < _LIMIT
     ):
         raise UnreadableError(".metadata has a record without name or place; it is corrupt")
-    if not _is_plain_name(place.file):
+    if not _is_plain_name(file):
         raise UnreadableError(
-            f".metadata puts {key} into {str(place.file)[:80]!r}, outside the checkpoint folder"
+            f".metadata puts {key} into {str(file)[:80]!r}, outside the checkpoint folder"
         )
-    if info.field("transform_descriptors"):
+    if transforms:
         raise UnreadableError(
             f".metadata says that {key} was stored through an extension (compression?); "
             "save the checkpoint again without it"
         )
-    return (key, "" if at is None else repr(at)), place
+    return (key, "" if at is None else repr(at)), Place(file, offset, length)
+
+
+def _values(of: Instance, names: Sequence[str]) -> Sequence[Any]:
+    """The first values of an object, None where there is none.
+
+    torch writes them by name; they are the arguments of the class in this order, too.
+    """
+    if of.new:
+        return [of.field(name) for name in names]
+    return (of.args + _NONE)[: len(names)]
 
 
 def _are_places(value: Any) -> TypeGuard[_Places]:
@@ -158,7 +170,7 @@ def _read_tensor(key: str, entry: Instance, places: _Places, result: DistMetadat
     for chunk in chunks:
         if type(chunk) is not Instance:
             raise UnreadableError(f".metadata has an impossible chunk of {key}; it is corrupt")
-        at, sizes = chunk.field("offsets"), chunk.field("sizes")
+        at, sizes = _values(chunk, ("offsets", "sizes"))
         if not _is_shape(at) or not _is_shape(sizes) or not len(at) == len(sizes) == len(shape):
             raise UnreadableError(f".metadata has an impossible chunk of {key}; it is corrupt")
         box = Box(at, sizes)

@@ -150,8 +150,9 @@ def refuse_others(tensors: Mapping[str, TensorSpec], stated: Mapping[str, Any], 
 
     `stated` is what the config says, for the message. Raises: UnsupportedError.
     """
+    few = [n for n in tensors if n.endswith(tuple(_OTHERS))]
     for suffix, form in _OTHERS.items():
-        names = [n for n in tensors if n.endswith(suffix)]
+        names = [n for n in few if n.endswith(suffix)]
         if suffix == ".scale":  # other modules may have a parameter of that name
             weights = {n: tensors.get(n.removesuffix("scale") + "weight") for n in names}
             names = [n for n, w in weights.items() if w is not None and w.dtype in _CODES]

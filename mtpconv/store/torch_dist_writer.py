@@ -1,14 +1,13 @@
 """Writing torch_dist checkpoints: records into `__R_N.distcp` files, streamed.
 
-Every rank writes its chunks with a `TorchDistWriter` of its own and hands on the list of what
-it wrote; one rank then writes `.metadata` from all lists (`dist_metadata_writer`).
+Every file has a `TorchDistWriter` of its own, which says in the end what was written; one rank
+then writes `.metadata` from all of that (`dist_metadata_writer`).
 
 Source: docs/torch_dist.md.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Iterable
@@ -18,11 +17,9 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from mtpconv.errors import WriteError
+from mtpconv.store.new_file import NewFile, cannot_write, write_at
 from mtpconv.store.record_writer import ALIGNMENT, Frame, object_record, tensor_frame
 from mtpconv.tensors import Box, Shape, TensorSpec
-
-#: A new file is begun when the current one has this many bytes.
-FILE_LIMIT = 2 << 30
 
 #: Records up to this size are written in one call.
 _SMALL = 256 << 10
@@ -41,50 +38,47 @@ class Written(NamedTuple):
     length: int
 
 
-class Reservation(NamedTuple):
-    """Room for the bytes of a chunk: put `nbytes` at `start` of `fd`, then call `commit`.
+class Room(NamedTuple):
+    """Where a record goes in its file: a frame around `nbytes` of data from `start` on.
 
-    Whoever has `turn` writes: the kernel lets one thread into a file, and the others spin.
+    It begins at `begin`, where the one before ended: zeros up to its frame belong to it.
     """
 
-    fd: int
-    file: Path
+    begin: int
     start: int
-    nbytes: int
     frame: Frame
-    turn: threading.Lock
 
-    def write(self, at: int, data: bytes | memoryview) -> None:
-        """Put bytes into the file. Raises: WriteError."""
-        with self.turn:
-            write_at(self.fd, self.file, at, data)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return self.frame.nbytes
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins."""
+        return self.start + self.frame.nbytes + len(self.frame.suffix)
+
+    def sealed(self, crc: int) -> tuple[bytes, bytes]:
+        """All that comes before the data, and after them; `crc` is their CRC-32."""
+        prefix, suffix = self.frame.sealed(crc)
+        return prefix.rjust(self.start - self.begin, b"\0"), suffix
 
 
 class TorchDistWriter:
-    """Writes one rank's records into a folder that exists.
+    """Writes one file into a folder that exists.
 
-    Chunks may be written from several threads; each goes where the file ended when it was
+    Records may be written from several threads; each goes where the file ended when it was
     reserved. Nothing is readable before `.metadata` is written.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int = 0,
-        *,
-        first: int = 0,
-        file_limit: int = FILE_LIMIT,
-        existing: bool = False,
+        self, folder: Path, rank: int = 0, number: int = 0, *, direct: bool = False
     ) -> None:
-        """`first` numbers the first file; `existing` files are opened, not created."""
-        self.folder = folder
-        self.rank = rank
-        self._first = first
-        self._limit = file_limit
-        self._flags = os.O_RDWR if existing else _NEW
+        """`direct`: see `NewFile`."""
+        self._direct = direct
+        self.path = folder / f"__{rank}_{number}.distcp"
         self._lock = threading.Lock()
-        self._turn = threading.Lock()
-        self._files: list[tuple[Path, int]] = []
+        self._file: NewFile | None = None
         self._end = 0
         self._written: list[Written] = []
 
@@ -99,26 +93,40 @@ class TorchDistWriter:
     ) -> None:
         self.release()
 
-    def reserve(self, key: str, spec: TensorSpec, box: Box) -> Reservation:
-        """Room for a box of the tensor `key`, whose data the caller puts into the file.
+    @property
+    def written(self) -> tuple[Written, ...]:
+        """What there is room for."""
+        return tuple(self._written)
+
+    @property
+    def file(self) -> NewFile:
+        """The file, created when first asked for. Raises: WriteError."""
+        with self._lock:
+            if self._file is None:
+                try:
+                    self._file = NewFile(self.path, direct=self._direct)
+                except OSError as error:
+                    raise cannot_write(self.path, error) from None
+            return self._file
+
+    def reserve(self, key: str, spec: TensorSpec, box: Box) -> Room:
+        """Room for a box of the tensor `key`, which the caller puts into the file.
 
         Law: `start` is a multiple of 64.
-        Raises: UnsupportedError for a dtype that torch does not have; WriteError.
+        Raises: UnsupportedError for a dtype that torch does not have.
         """
         frame = tensor_frame(spec.dtype, box.sizes)
-        fd, file, offset = self._place(key, frame.length, spec.dtype, spec.shape, box)
-        start = offset + len(frame.prefix)
-        return Reservation(fd, file, start, frame.nbytes, frame, self._turn)
+        begin, offset = self._place(key, frame.length, spec.dtype, spec.shape, box)
+        return Room(begin, offset + len(frame.prefix), frame)
 
-    def commit(self, reservation: Reservation, crc: int) -> None:
+    def commit(self, room: Room, crc: int) -> None:
         """Complete the record around data that are in place; `crc` is their CRC-32.
 
         Raises: WriteError.
         """
-        prefix, suffix = reservation.frame.sealed(crc)
-        start = reservation.start
-        reservation.write(start - len(prefix), prefix)
-        reservation.write(start + reservation.nbytes, suffix)
+        prefix, suffix = room.sealed(crc)
+        self.file.write(room.begin, prefix)
+        self.file.write(room.start + room.nbytes, suffix)
 
     def write(self, key: str, spec: TensorSpec, box: Box, blocks: Iterable[Any]) -> None:
         """Write a box of the tensor `key` from blocks of bytes, in C order.
@@ -137,7 +145,7 @@ class TorchDistWriter:
             if room.nbytes <= _SMALL:
                 small.append(bytes(view))
             else:
-                room.write(at, view)
+                self.file.write(at, view)
             at += len(view)
         if at != room.start + room.nbytes:
             raise WriteError(
@@ -145,9 +153,8 @@ class TorchDistWriter:
                 "the source changed while it was read"
             )
         if room.nbytes <= _SMALL:
-            prefix, suffix = room.frame.sealed(crc)
-            record = b"".join((prefix, *small, suffix))
-            room.write(room.start - len(prefix), record)
+            prefix, suffix = room.sealed(crc)
+            self.file.write(room.begin, b"".join((prefix, *small, suffix)))
         else:
             self.commit(room, crc)
 
@@ -164,19 +171,17 @@ class TorchDistWriter:
         Raises: as `write_object`.
         """
         record = object_record(value)
-        padded = record + bytes(-len(record) % ALIGNMENT)
-        together: list[tuple[int, Path, int]] = []
+        at, together = 0, bytearray()
         for key in keys:
-            place = self._place(key, len(record), None, (), Box((), ()))
-            if together:
-                fd, file, at = together[-1]
-                full = len(together) * len(padded) >= _SMALL
-                if full or place != (fd, file, at + len(padded)):
-                    write_at(*together[0], padded * (len(together) - 1) + record)
-                    together = []
-            together.append(place)
+            begin, offset = self._place(key, len(record), None, (), Box((), ()))
+            if together and (len(together) >= _SMALL or begin != at + len(together)):
+                self.file.write(at, bytes(together))
+                together.clear()
+            if not together:
+                at = begin
+            together += record.rjust(offset - begin + len(record), b"\0")
         if together:
-            write_at(*together[0], padded * (len(together) - 1) + record)
+            self.file.write(at, bytes(together))
 
     def close(self) -> tuple[Written, ...]:
         """Bring everything to disk and say what was written.
@@ -184,65 +189,33 @@ class TorchDistWriter:
         Raises: WriteError.
         """
         try:
-            for file, fd in self._files:
-                try:
-                    os.fsync(fd)
-                except OSError as error:
-                    raise _failed(file, error) from None
+            if self._file is not None:
+                self._file.sync()
+        except OSError as error:
+            raise cannot_write(self.path, error) from None
         finally:
             self.release()
-        sync_folder(self.folder)
-        return tuple(self._written)
+        sync_folder(self.path.parent)
+        return self.written
 
     def release(self) -> None:
-        """Close the files, whatever is in them."""
-        for _, fd in self._files:
-            os.close(fd)
-        self._files = []
+        """Close the file, whatever is in it."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
     def _place(
         self, key: str, length: int, dtype: str | None, shape: Shape, box: Box
-    ) -> tuple[int, Path, int]:
-        """Reserve the next `length` bytes for a record and remember it."""
+    ) -> tuple[int, int]:
+        """The next `length` bytes for a record, which is remembered: room from where, and where."""
         with self._lock:
-            if not self._files or self._end >= self._limit:
-                number = self._first + len(self._files)
-                file = self.folder / f"__{self.rank}_{number}.distcp"
-                try:
-                    self._files.append((file, os.open(file, self._flags, 0o644)))
-                except OSError as error:
-                    raise _failed(file, error) from None
-                self._end = 0
-            file, fd = self._files[-1]
-            offset = -(-self._end // ALIGNMENT) * ALIGNMENT
+            begin = self._end
+            offset = -(-begin // ALIGNMENT) * ALIGNMENT
             self._end = offset + length
             self._written.append(
-                Written(key, dtype, shape, box.offsets, box.sizes, file.name, offset, length)
+                Written(key, dtype, shape, box.offsets, box.sizes, self.path.name, offset, length)
             )
-        return fd, file, offset
-
-
-_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
-
-
-def write_at(fd: int, file: Path, offset: int, data: bytes | memoryview) -> None:
-    """Write a whole block into an open file.
-
-    Raises: WriteError.
-    """
-    try:
-        done = os.pwrite(fd, data, offset)
-        while done < len(data):  # more than 2 GiB at once, or a signal
-            done += os.pwrite(fd, memoryview(data)[done:], offset + done)
-    except OSError as error:
-        raise _failed(file, error) from None
-
-
-def _failed(file: Path, error: OSError) -> WriteError:
-    what = f"{file}: cannot be written: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what += "; free some space or choose another disk"
-    return WriteError(what)
+        return begin, offset
 
 
 def write_file(file: Path, data: bytes) -> None:
@@ -253,12 +226,12 @@ def write_file(file: Path, data: bytes) -> None:
     try:
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     except OSError as error:
-        raise _failed(file, error) from None
+        raise cannot_write(file, error) from None
     try:
         write_at(fd, file, 0, data)
         os.fsync(fd)
     except OSError as error:
-        raise _failed(file, error) from None
+        raise cannot_write(file, error) from None
     finally:
         os.close(fd)
 
@@ -271,10 +244,10 @@ def sync_folder(folder: Path) -> None:
     try:
         fd = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise _failed(folder, error) from None
+        raise cannot_write(folder, error) from None
     try:
         os.fsync(fd)
     except OSError as error:
-        raise _failed(folder, error) from None
+        raise cannot_write(folder, error) from None
     finally:
         os.close(fd)

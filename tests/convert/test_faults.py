@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from mtpconv.convert import hf2mcore, mcore2hf
-from mtpconv.convert import shards as shards_module
 from mtpconv.errors import MtpconvError, RefusedError, UnreadableError, UsageError, WriteError
 from mtpconv.progress import Progress
-from mtpconv.store import torch_dist_writer as writer_module
+from mtpconv.store import new_file
 from tests.convert.folders import file_hashes, make_hf
 from tests.mapping.toy import config
 
@@ -198,7 +197,7 @@ def _is_cleaning() -> bool:
 def test_bits_flipped_on_their_way_into_a_shard(
     sides: dict[str, Path], verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = writer_module.write_at
+    real = new_file.write_at
     flipped: list[int] = []
 
     def flip(fd: int, path: Path, at: int, data: Any) -> None:
@@ -207,7 +206,7 @@ def test_bits_flipped_on_their_way_into_a_shard(
             data = bytes([data[0] ^ 1]) + bytes(data[1:])
         real(fd, path, at, data)
 
-    monkeypatch.setattr(shards_module, "write_at", flip)
+    monkeypatch.setattr(new_file, "write_at", flip)
     if verify:
         with pytest.raises(RefusedError, match="verification: 1 tensors read back differ"):
             mcore2hf(sides["mcore2hf"], sides["mcore2hf"].parent / "back")
@@ -219,10 +218,13 @@ def test_bits_flipped_on_their_way_into_a_shard(
 
 
 @BOTH
+@pytest.mark.parametrize("direct", [True, False])
 def test_without_verification_the_bytes_are_the_same(
-    sides: dict[str, Path], convert: Convert
+    sides: dict[str, Path], convert: Convert, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copied inside the kernel where it can, by hand where it cannot."""
+    """Past the page cache where the disk can, else copied inside the kernel."""
+    if not direct:
+        monkeypatch.setattr(new_file, "_on_own_disk", lambda _: False)
     source = sides[convert.__name__]
     choices: list[dict[str, Any]] = [{}, {"verify": False}, {"jobs": 1}, {"jobs": 3}]
     for number, options in enumerate(choices):
@@ -236,6 +238,7 @@ def test_a_filesystem_that_cannot_copy_in_the_kernel(
     def refuse(*_: Any) -> int:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
+    monkeypatch.setattr(new_file, "_on_own_disk", lambda _: False)
     monkeypatch.setattr(os, "copy_file_range", refuse)
     back = sides["hf2mcore"].parent / "back"
     mcore2hf(sides["mcore2hf"], back, verify=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpconv.convert.flush import Flusher
+from mtpconv.store.new_file import NewFile
 
 
 def test_a_growing_file_is_synced_and_a_finished_one_is_told_of(
@@ -16,11 +17,11 @@ def test_a_growing_file_is_synced_and_a_finished_one_is_told_of(
 ) -> None:
     happened: list[str] = []
     monkeypatch.setattr(os, "fdatasync", lambda fd: happened.append("sync"))
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    file = NewFile(tmp_path / "file")
 
     def close() -> str:
         assert threading.current_thread() is not threading.main_thread()
-        os.close(fd)
+        file.close()
         happened.append("close")
         return "file"
 
@@ -29,9 +30,9 @@ def test_a_growing_file_is_synced_and_a_finished_one_is_told_of(
         happened.append(name)
 
     with Flusher(every=100) as flusher:
-        flusher.wrote(fd, 60)
-        flusher.wrote(fd, 60)
-        flusher.finish(fd, close, then)
+        flusher.wrote(file, 60)
+        flusher.wrote(file, 60)
+        flusher.finish(file, close, then)
         flusher.settle()
     assert happened == ["sync", "close", "file"]
 
@@ -45,7 +46,7 @@ def test_a_failed_sync_is_an_error_and_what_was_finished_still_counts(
     monkeypatch.setattr(os, "fdatasync", fail)
     done: list[str] = []
     with pytest.raises(OSError, match="Input/output"), Flusher(every=1) as flusher:  # noqa: PT012
-        flusher.wrote(7, 1)
-        flusher.finish(8, lambda: "whole", done.append)
+        flusher.wrote(NewFile(tmp_path / "one"), 1)
+        flusher.finish(NewFile(tmp_path / "other"), lambda: "whole", done.append)
         flusher.settle()
     assert done == ["whole"]

@@ -265,7 +265,7 @@ def test_verification_catches_a_bit_flipped_between_read_and_write(
 
     def flip(writer: TorchDistWriter) -> Any:
         done = real(writer)
-        distcp = writer.folder / "__0_0.distcp"
+        distcp = writer.path.with_name("__0_0.distcp")
         at = distcp.read_bytes().find(needle)
         if at < 0:  # flipped already; the second file holds no tensors
             return done

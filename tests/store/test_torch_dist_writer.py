@@ -80,20 +80,22 @@ def test_arrays_of_words_are_blocks_too(tmp_path: Path) -> None:
     assert stored_bytes(open_torch_dist(tmp_path), "t") == {(0, 0): words.tobytes()}
 
 
-def test_files_are_cut_at_the_limit_and_records_never(tmp_path: Path) -> None:
-    with TorchDistWriter(tmp_path, rank=3, file_limit=10_000) as writer:
-        for n in range(8):
-            spec = TensorSpec("U8", (4000,))
-            writer.write(f"t{n}", spec, Box.whole(spec.shape), [bytes([n]) * 4000])
-        records = writer.close()
-        finish(tmp_path, records)
-    assert sorted(p.name for p in tmp_path.glob("*.distcp")) == [
-        "__3_0.distcp", "__3_1.distcp", "__3_2.distcp",
-    ]  # fmt: skip
+def test_a_file_is_named_after_its_rank_and_number(tmp_path: Path) -> None:
+    records: list[Written] = []
+    for number in range(2):
+        with TorchDistWriter(tmp_path, 3, number) as writer:
+            for n in range(4):
+                spec = TensorSpec("U8", (4000,))
+                writer.write(f"t{number}{n}", spec, Box.whole(spec.shape), [bytes([n]) * 4000])
+            records += writer.close()
+    finish(tmp_path, records)
+    assert sorted(p.name for p in tmp_path.glob("*.distcp")) == ["__3_0.distcp", "__3_1.distcp"]
     checkpoint = open_torch_dist(tmp_path)
     assert not checkpoint.problems
-    assert stored_bytes(checkpoint, "t7") == {(0,): b"\7" * 4000}
-    assert {chunk.start % 64 for n in range(8) for chunk in checkpoint.chunks(f"t{n}")} == {0}
+    assert stored_bytes(checkpoint, "t13") == {(0,): b"\3" * 4000}
+    assert {
+        chunk.start % 64 for name in checkpoint.tensors for chunk in checkpoint.chunks(name)
+    } == {0}
 
 
 def test_reserved_room_may_be_filled_by_others_in_any_order(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_reserved_room_may_be_filled_by_others_in_any_order(tmp_path: Path) -> N
         for n in (2, 0, 3, 1):
             room = rooms[n]
             assert (room.nbytes, room.start % 64) == (400, 0)
-            assert os.pwrite(room.fd, data[n], room.start) == 400
+            writer.file.write(room.start, data[n])
             writer.commit(room, zlib.crc32(data[n]))
         records = writer.close()
         finish(tmp_path, records)
@@ -118,7 +120,7 @@ def test_threads_write_one_file(tmp_path: Path) -> None:
     def job(n: int) -> None:
         writer.write("t", spec, Box((n, 0), (1, 5000)), [bytes([n]) * 2500] * 2)
 
-    with TorchDistWriter(tmp_path, file_limit=100_000) as writer:
+    with TorchDistWriter(tmp_path, direct=True) as writer:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(job, range(64)))
         finish(tmp_path, writer.close())
