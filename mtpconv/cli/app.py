@@ -161,7 +161,9 @@ def hf2mcore(
 
 @app.command()
 def mcore2hf(
-    src: Annotated[Path, typer.Argument(help="torch_dist folder: parent, iter_* or release.")],
+    src: Annotated[
+        str, typer.Argument(help="torch_dist folder (parent, iter_* or release), or s3://, ...")
+    ],
     dst: Annotated[str, typer.Argument(help="HuggingFace folder to write, or s3://, gs://, ...")],
     like: Annotated[
         Path | None,

@@ -49,9 +49,7 @@ class Archive:
 
     __slots__ = ("_head", "_length", "_offset", "_read", "_tail", "_where", "entries")
 
-    def __init__(
-        self, read: Pread, offset: int, length: int, where: str, max_entries: int
-    ) -> None:
+    def __init__(self, read: Pread, offset: int, length: int, where: str, max_entries: int) -> None:
         self._read = read
         self._offset = offset
         self._length = length
