@@ -382,7 +382,8 @@ def outcome_of(
         notes.append("shards were laid out anew; file hashes differ from the original's")
     if unsealed:
         notes.append(
-            f"{unsealed} records were saved without a CRC-32: flipped bits in them cannot be seen"
+            f"{unsealed} records were saved without a CRC-32 of their own: flipped bits in them "
+            "cannot be seen"
         )
     if changes and changes.stale:
         notes.append(changes.stale)

@@ -10,8 +10,8 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import cast
@@ -34,9 +34,9 @@ from mtpconv.tensors import Box
 
 #: Units: bytes. What one request asks for: enough to hide its latency.
 SPAN = 8 << 20
-#: Stretches of all files of a checkpoint that each thread keeps: neighbours are mostly asked for
-#: one after another, parts of a tensor that many ranks saved in turns.
-KEPT = 16
+#: Stretches of all files of a checkpoint that are kept: eight threads, each with a tensor of which
+#: eight ranks saved a part.
+KEPT = 64
 #: Units: seconds before a failed request is made again.
 _PAUSES = (0.5, 2.0, 8.0)
 #: What an HF folder may have besides weights, where a server gives no listing.
@@ -48,11 +48,34 @@ _USUAL = (
 )  # fmt: skip
 
 
-class Stretches(threading.local):
-    """What each thread keeps of the files of a checkpoint, the least recently used first."""
+class Stretches:
+    """What is kept of the files of a checkpoint, for all threads: they get neighbours in turns."""
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        #: the least recently used first
+        self._kept: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
+
+    def get(self, key: tuple[str, int], fetch: Callable[[], bytes]) -> bytes:
+        """A stretch; whoever asks first fetches it, others wait. Raises: whatever `fetch` raises."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+            else:
+                while len(self._kept) >= KEPT:
+                    self._kept.popitem(last=False)
+                own = self._kept[key] = Future[bytes]()
+        if found is not None:
+            return found.result()
+        try:
+            own.set_result(fetch())
+        except BaseException as error:
+            own.set_exception(error)
+            with self._lock:
+                if self._kept.get(key) is own:
+                    del self._kept[key]
+        return own.result()
 
 
 class AfarFile:
@@ -103,16 +126,9 @@ class AfarFile:
             done += len(part)
 
     def _stretch(self, number: int) -> bytes:
-        kept, key = self._stretches.kept, (self._url, number)
-        data = kept.get(key)
-        if data is None:
-            while len(kept) >= KEPT:
-                kept.popitem(last=False)
-            start = number * SPAN
-            data = kept[key] = self._fetch(start, min(SPAN, self._size - start))
-        else:
-            kept.move_to_end(key)
-        return data
+        start = number * SPAN
+        length = min(SPAN, self._size - start)
+        return self._stretches.get((self._url, number), lambda: self._fetch(start, length))
 
     def _fetch(self, start: int, length: int) -> bytes:
         for pause in (*_PAUSES, None):
