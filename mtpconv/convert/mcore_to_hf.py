@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
@@ -47,7 +47,6 @@ from mtpconv.mapping.layouts import detect_layout
 from mtpconv.mapping.plan import make_plan
 from mtpconv.progress import Progress
 from mtpconv.ranks import Ranks, deal
-from mtpconv.store.afar_dist import AfarMegatron
 from mtpconv.store.arithmetic import Undone
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Pieced
@@ -71,6 +70,9 @@ from mtpconv.store.source import (
     write_bytes,
 )
 from mtpconv.view import HfView
+
+if TYPE_CHECKING:  # the network is imported by whoever needs it
+    from mtpconv.store.afar_dist import AfarMegatron
 
 #: Small files that say what a torch_dist folder holds.
 DESCRIPTIONS = frozenset({METADATA, CONFIG, COMMON})
@@ -247,7 +249,7 @@ def mcore2hf(
         fp8=fp8, opened=opened,
     )  # fmt: skip
     beside = Snapshot(work.source.files_read)
-    memory = memory_need(len(work.names), TO_HF, jobs, ranks)
+    memory = memory_need(len(work.names), TO_HF, jobs, ranks) + (opened.memory if opened else 0)
     reads = places_read(source, like, work.source.path, mapping)
     if dry_run:
         check_target(target, reads, overwrite=overwrite)

@@ -75,7 +75,7 @@ def mcore2hf_afar(
         source, like=like, mapping=mapping, drop_mtp=drop_mtp, frozen_vision=frozen_vision,
         fp8=fp8, opened=opened,
     )  # fmt: skip
-    memory = memory_need(len(work.names), TO_HF, jobs, Ranks())
+    memory = memory_need(len(work.names), TO_HF, jobs, Ranks()) + (opened.memory if opened else 0)
     if dry_run:
         return outcome_of(work, source, Path(url), memory=memory, dry_run=True)
     with tempfile.TemporaryDirectory(prefix="mtpconv-") as place, Crew(jobs) as crew:

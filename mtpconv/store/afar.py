@@ -19,6 +19,7 @@ from typing import cast
 from mtpconv.errors import RefusedError, UnreadableError
 from mtpconv.store.checkpoint import Chunk
 from mtpconv.store.content import Run
+from mtpconv.store.crew import default_jobs
 from mtpconv.store.files import Files
 from mtpconv.store.hf import HfCheckpoint, open_hf
 from mtpconv.store.other_files import OTHER_WEIGHTS
@@ -57,7 +58,10 @@ class Stretches:
         self._kept: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
 
     def get(self, key: tuple[str, int], fetch: Callable[[], bytes]) -> bytes:
-        """A stretch; whoever asks first fetches it, others wait. Raises: whatever `fetch` raises."""
+        """A stretch; whoever asks first fetches it, others wait.
+
+        Raises: whatever `fetch` raises.
+        """
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -75,7 +79,13 @@ class Stretches:
             with self._lock:
                 if self._kept.get(key) is own:
                     del self._kept[key]
+            raise
         return own.result()
+
+    @staticmethod
+    def memory() -> int:
+        """Units: bytes. What is kept at most, and one stretch under way for each thread."""
+        return (KEPT + default_jobs()) * SPAN
 
 
 class AfarFile:
@@ -159,6 +169,11 @@ class AfarCheckpoint(HfCheckpoint):
     remote: Remote = field(kw_only=True)
     afar: Mapping[str, AfarFile] = field(kw_only=True)
     marks: Mapping[str, str] = field(kw_only=True)
+
+    @property
+    def memory(self) -> int:
+        """Units: bytes. What is kept of it at most."""
+        return Stretches.memory()
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         """The one chunk of a tensor; whoever reads it gets the bytes from afar."""

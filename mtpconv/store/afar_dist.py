@@ -149,6 +149,11 @@ class AfarMegatron:
     source: HfSource | None
     mirror: DistMirror
 
+    @property
+    def memory(self) -> int:
+        """Units: bytes. What is kept of it at most."""
+        return Stretches.memory() * (1 + len(self.mirror.beside))
+
     def require_unchanged(self) -> None:
         """Refuse a source that changed. Raises: UnreadableError naming the first file."""
         require_marks(self.mirror.remote, self.mirror.marks)

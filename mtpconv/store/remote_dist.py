@@ -190,8 +190,10 @@ def _mirror_common(
 ) -> None:
     """The record of the common state, where there is no file of its own for it."""
     place = said.objects.get(COMMON_STATE)
-    if place is None or (folder / COMMON).exists() or place.file not in sizes:
+    if place is None or (folder / COMMON).exists() or not place.length:
         return
+    if place.offset + place.length > sizes.get(place.file, 0):
+        return  # missing or truncated, which is a problem of the checkpoint
     if place.length > _MAX_RECORD:
         raise UnreadableError(
             f"{url}/{place.file}: {COMMON_STATE} has {place.length:,} bytes, more than "

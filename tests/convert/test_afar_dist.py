@@ -22,7 +22,7 @@ from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.store.upload import Upload
 from tests.convert import test_afar as hf_afar
 from tests.convert import test_fp8
-from tests.convert.folders import file_hashes, make_hf
+from tests.convert.folders import file_hashes, make_hf, tensors_of, write_hf
 from tests.convert.test_crcs import KEYS, rot
 from tests.mapping.toy import config
 from tests.store.test_remote import Server
@@ -75,15 +75,16 @@ def test_codes_and_scales_of_fp8_come_from_there(store: str, tmp_path: Path) -> 
     assert file_hashes(tmp_path / "back") == file_hashes(hf)
 
 
-def test_carried_tensors_come_from_there(store: str, tmp_path: Path, hf: Path) -> None:
-    from tests.convert.test_roundtrip import test_copies_that_differ_are_carried_and_come_back
-
-    test_copies_that_differ_are_carried_and_come_back(tmp_path / "here")
-    made = tmp_path / "here"
-    assert (made / "mcore/hf_source/carried").is_dir()
-    hf_afar.fill(store, made / "mcore")
+def test_carried_tensors_come_from_there(store: str, tmp_path: Path) -> None:
+    raw = config("deepseek_v3")
+    tensors = tensors_of(make_hf(tmp_path / "plain", raw))
+    head = "model.layers.3.shared_head.head.weight"
+    spec, data = tensors[head]
+    hf = write_hf(tmp_path / "hf", {**tensors, head: (spec, data[::-1])}, raw)
+    assert hf2mcore(hf, tmp_path / "mcore").carried == (head,)
+    hf_afar.fill(store, tmp_path / "mcore")
     assert back(store, tmp_path / "back").verified
-    assert file_hashes(tmp_path / "back") == file_hashes(made / "hf")
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
 
 
 def test_from_a_store_into_a_store(store: str, tmp_path: Path, hf: Path, mcore: Path) -> None:

@@ -13,6 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtpconv.convert import hf2mcore
+from mtpconv.convert.mcore_to_hf import checkpoint_files
+from mtpconv.convert.snapshot import Snapshot
 from mtpconv.errors import UnreadableError, UnsupportedError, UsageError
 from mtpconv.store import afar
 from mtpconv.store.afar_dist import AfarMegatron, open_dist_afar
@@ -24,8 +27,11 @@ from mtpconv.store.dist_metadata_writer import write_common, write_config, write
 from mtpconv.store.files import Files
 from mtpconv.store.torch_dist import COMMON_STATE, TorchDistCheckpoint, open_torch_dist
 from mtpconv.store.torch_dist_writer import TorchDistWriter
+from mtpconv.store.upload import Upload
 from mtpconv.tensors import Box, Shape, TensorSpec
 from tests.convert import test_afar as hf_afar
+from tests.convert.folders import make_hf
+from tests.mapping.toy import config
 from tests.store.dist import Tensors, grids, random_tensors, write
 from tests.store.test_records import saved
 from tests.store.test_remote import Server
@@ -116,6 +122,31 @@ def test_records_that_torch_wrote(tmp_path: Path) -> None:
     assert (check.rest, check.broken, check.unsealed) == ([], [], 0)
 
 
+@pytest.mark.megatron
+def test_what_megatron_saved(megatron_cpu: None, tmp_path: Path) -> None:
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    part = ShardedTensor.from_rank_offsets
+    state: dict[str, Any] = {
+        f"{n}": part("layers.w", torch.randn(40, 5).bfloat16(), (0, n, 9), prepend_axis_num=1)
+        for n in range(9)
+    }
+    state |= {"s": part("scalar", torch.tensor(3.5)), "iteration": 7, "args": {"num_layers": 9}}
+    folder = tmp_path / "here/iter_0000007"
+    folder.mkdir(parents=True)
+    dist_checkpointing.save(state, str(folder), content_metadata={"singleton_local_shards": False})
+    with served(folder) as server:
+        there = opened(server.url, tmp_path / "mirror").checkpoint
+        require_sound(there)
+        here = open_torch_dist(folder)
+        assert (there.common, contents(there)) == (here.common, contents(here))
+        check = CrcCheck(there.sealed())
+        check.read(check.rest)
+    assert (check.rest, check.broken, check.unsealed) == ([], [], 0)
+
+
 def test_a_common_state_among_the_records(store: str, tmp_path: Path) -> None:
     """As megatron-core 0.19 has it."""
     folder = tmp_path / "here" / "iter_0000003"
@@ -195,6 +226,40 @@ def test_a_view_of_a_larger_storage_is_counted_as_not_checked(tmp_path: Path) ->
     assert (check.rest, check.broken, check.unsealed) == ([], [], 1)
 
 
+def test_a_model_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its listing names `hf_source`; without one that is refused."""
+    hf2mcore(make_hf(tmp_path / "hf", config()), tmp_path / "site")
+    with served(tmp_path / "site") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        with pytest.raises(UnsupportedError, match=r"hf://org/model/hf_source: .* no listing"):
+            opened("hf://org/model", tmp_path / "mirror")
+        files = [p.relative_to(tmp_path / "site") for p in (tmp_path / "site").rglob("*.*")]
+        about = tmp_path / "site/api/models/org/model/revision/main"
+        about.parent.mkdir(parents=True)
+        about.write_text(json.dumps({"siblings": [{"rfilename": str(f)} for f in files]}))
+        found = opened("hf://org/model", tmp_path / "listed")
+        require_sound(found.checkpoint)
+        assert contents(found.checkpoint) == contents(open_torch_dist(tmp_path / "site"))
+        assert found.source is not None
+        assert found.source.names
+
+
+def test_mirrors_of_one_state_look_the_same(store: str, tmp_path: Path) -> None:
+    """So that --resume takes over what was made of it, and nothing that was not."""
+    folder = write(tmp_path / "here", random_tensors())
+    hf_afar.fill(store, folder.parent)
+
+    def state(name: str) -> str:
+        return Snapshot(checkpoint_files(opened(store, tmp_path / name).mirror.path)).digest
+
+    before = state("one")
+    assert state("two") == before
+    data = (folder / "__0_0.distcp").read_bytes()
+    Upload(store).write("iter_0000003/__0_0.distcp", [data[:-1] + b"\x55"])
+    if store.startswith("s3"):  # in memory a file has no tag, and its time a coarse clock
+        assert state("three") != before
+
+
 # --- what is wrong is one line -------------------------------------------------------------------
 
 
@@ -208,7 +273,7 @@ def test_what_is_not_there(store: str, tmp_path: Path) -> None:
         opened(store, tmp_path / "no_metadata")
     with pytest.raises(UnreadableError, match=r"iter_0000003: neither \.metadata nor"):
         opened(f"{store}/iter_0000003", tmp_path / "nor_there")
-    hf = hf_afar.make_hf(tmp_path / "hf", hf_afar.config())
+    hf = make_hf(tmp_path / "hf", config())
     hf_afar.fill(f"{store}_hf", hf)
     with pytest.raises(UsageError, match="is a HuggingFace folder; hf2mcore converts"):
         opened(f"{store}_hf", tmp_path / "an_hf_folder")
@@ -272,10 +337,10 @@ def test_a_file_that_changes(store: str, tmp_path: Path) -> None:
     for name in (METADATA, "__0_0.distcp"):
         found = opened(store, tmp_path / f"mirror{name}")
         path = folder / name
-        hf_afar.Upload(f"{store}/iter_0000003").write(name, [path.read_bytes()[:-1] + b"\x55"])
+        Upload(f"{store}/iter_0000003").write(name, [path.read_bytes()[:-1] + b"\x55"])
         with pytest.raises(UnreadableError, match=rf"{name}: changed while it was read"):
             found.require_unchanged()
-        hf_afar.Upload(f"{store}/iter_0000003").write(name, [path.read_bytes()])
+        Upload(f"{store}/iter_0000003").write(name, [path.read_bytes()])
 
 
 def test_a_server_that_sends_whole_files_only(tmp_path: Path) -> None:
