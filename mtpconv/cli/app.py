@@ -161,7 +161,9 @@ def hf2mcore(
 
 @app.command()
 def mcore2hf(
-    src: Annotated[Path, typer.Argument(help="torch_dist folder: parent, iter_* or release.")],
+    src: Annotated[
+        str, typer.Argument(help="torch_dist folder (parent, iter_* or release), or s3://, ...")
+    ],
     dst: Annotated[str, typer.Argument(help="HuggingFace folder to write, or s3://, gs://, ...")],
     like: Annotated[
         Path | None,
@@ -297,7 +299,8 @@ def synth(
 @app.command()
 def audit(
     before: Annotated[
-        str, typer.Argument(help="The reference, or the only checkpoint if AFTER is left out.")
+        str,
+        typer.Argument(help="The reference, or the only checkpoint if AFTER is left out."),
     ],
     after: Annotated[
         str | None,
@@ -363,7 +366,8 @@ def audit(
     """Compare two checkpoints byte for byte, or one with its own config; MTP above all.
 
     HuggingFace against Megatron goes through the mapping table; nothing is converted. Of
-    hf://ORG/MODEL, https:// and s3:// only config, index and headers are read.
+    hf://ORG/MODEL, https:// and s3:// only config, index and headers are read, of a torch_dist
+    checkpoint there .metadata and the common state.
     """
     from mtpconv.cli.audit import run_audit
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from mtpconv.audit.options import Options, Profile, Sample
 from mtpconv.audit.sides import Sides, open_any, open_sides
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.waivers import read_waivers
+from mtpconv.cli.afar import named
 from mtpconv.cli.files import require_file
 from mtpconv.cli.terminal import make_progress
 from mtpconv.errors import RefusedError, UnreadableError, UsageError, WriteError
@@ -141,19 +142,26 @@ def _open(
     headers_only: bool,
 ) -> Sides:
     """The sides; of a URL a mirror of its headers, under the name that the user gave."""
+    renaming: dict[str, Callable[[str], str]] = {}
 
     def local(text: str | None) -> Path | None:
         if text is None or not is_remote(text):
             return None if text is None else Path(text)
-        from mtpconv.store.remote import mirror_headers  # brings in http and ssl
+        from mtpconv.store.remote_dist import mirror_any, stand_in  # brings in http and ssl
 
-        place = stack.enter_context(TemporaryDirectory(prefix="mtpconv-headers-"))
-        return mirror_headers(text, Path(place))
+        url = text.rstrip("/")
+        place = Path(stack.enter_context(TemporaryDirectory(prefix="mtpconv-headers-")))
+        stands = (stand_in(url, place), url), (place, url.rpartition("/")[0])
+        renaming[text] = stack.enter_context(named(*stands))
+        return mirror_any(url, place)
 
-    def named(subject: Subject | None, text: str | None) -> Subject | None:
-        if subject is None or text is None or not is_remote(text):
+    def shown(subject: Subject | None, text: str | None) -> Subject | None:
+        if subject is None or text not in renaming:
             return subject
-        return replace(subject, path=text, afar=True)
+        told = renaming[text]
+        problems = [replace(p, message=told(p.message)) for p in subject.problems]
+        notes = tuple(map(told, subject.notes))
+        return replace(subject, path=text, afar=True, problems=problems, notes=notes)
 
     paths = [local(text) for text in (before, after, base)]
     assert paths[1] is not None
@@ -161,9 +169,9 @@ def _open(
         paths[0], paths[1], base=paths[2], mapping=mapping, headers_only=headers_only
     )
     return Sides(
-        named(sides.before, before),
-        named(sides.after, after) or sides.after,
-        named(sides.base, base),
+        shown(sides.before, before),
+        shown(sides.after, after) or sides.after,
+        shown(sides.base, base),
     )
 
 

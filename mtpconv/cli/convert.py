@@ -7,13 +7,13 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from mtpconv.cli.afar import named
 from mtpconv.cli.terminal import human, make_progress, write_json
 from mtpconv.convert import Outcome, hf2mcore, mcore2hf
 from mtpconv.errors import MtpconvError, RefusedError, UsageError, WriteError
@@ -36,21 +36,29 @@ def run_hf2mcore(src: str, dst: Path, **options: Any) -> None:
     def convert(source: Path, target: Path, **rest: Any) -> Outcome:  # noqa: ARG001
         from mtpconv.store.afar import open_afar
 
-        with tempfile.TemporaryDirectory(prefix="mtpconv-") as place, _named(src, place):
+        with (
+            tempfile.TemporaryDirectory(prefix="mtpconv-") as place,
+            named((place, src.rstrip("/"))),
+        ):
             opened = open_afar(src, Path(place))
             return hf2mcore(Path(place), target, opened=opened, **rest)
 
     _run(convert, Path(src), dst, **options)
 
 
-def run_mcore2hf(src: Path, dst: str, *, resume: bool, **options: Any) -> None:
+def run_mcore2hf(src: str, dst: str, *, resume: bool, **options: Any) -> None:
     """Convert and say what was done."""
-    if "://" not in dst:
-        _run(mcore2hf, src, Path(dst), resume=resume, **options)
-        return
-    if resume:
-        raise UsageError(f"{dst}: --resume needs a folder; an object store is written anew")
+    write: Callable[..., Outcome] = mcore2hf
+    if "://" in dst:
+        if resume:
+            raise UsageError(f"{dst}: --resume needs a folder; an object store is written anew")
+        write = _upload_to(dst)
+    else:
+        options["resume"] = resume
+    _run(_download(src, write) if "://" in src else write, Path(src), Path(dst), **options)
 
+
+def _upload_to(dst: str) -> Callable[..., Outcome]:
     def convert(source: Path, target: Path, *, ranks: Ranks, **rest: Any) -> Outcome:  # noqa: ARG001
         from mtpconv.convert.to_afar import mcore2hf_afar
 
@@ -58,16 +66,25 @@ def run_mcore2hf(src: Path, dst: str, *, resume: bool, **options: Any) -> None:
             raise UsageError(f"{dst}: an object store is written by one process, not by ranks")
         return mcore2hf_afar(source, dst, **rest)
 
-    _run(convert, src, Path(dst), **options)
+    return convert
 
 
-@contextmanager
-def _named(url: str, mirror: str) -> Iterator[None]:
-    """Errors about the mirror of a remote folder name what the user named."""
-    try:
-        yield
-    except MtpconvError as error:
-        raise type(error)(str(error).replace(mirror, url.rstrip("/"))) from error
+def _download(src: str, write: Callable[..., Outcome]) -> Callable[..., Outcome]:
+    """The conversion of a remote Megatron checkpoint; what is said names what the user named."""
+
+    def convert(source: Path, target: Path, *, like: Path | None, **rest: Any) -> Outcome:
+        from mtpconv.store.afar_dist import open_dist_afar
+        from mtpconv.store.remote_dist import stand_in
+
+        url = src.rstrip("/")
+        with tempfile.TemporaryDirectory(prefix="mtpconv-") as name:
+            place = Path(name)
+            with named((stand_in(url, place), url), (place, url.rpartition("/")[0])) as renamed:
+                opened = open_dist_afar(url, place, source=like is None)
+                done = write(opened.mirror.path, target, like=like, opened=opened, **rest)
+        return dataclasses.replace(done, source=source, notes=tuple(map(renamed, done.notes)))
+
+    return convert
 
 
 @no_collector()

@@ -305,6 +305,7 @@ def hf2mcore(
         opened=opened,
     )
     memory = memory_need(len(work.hf.tensors), TO_MCORE, jobs, ranks)
+    memory += getattr(opened, "memory", 0)  # what a remote folder keeps
     reads = places_read(source, mapping)
     if dry_run:
         check_target(target, reads, overwrite=overwrite)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
@@ -71,6 +71,9 @@ from mtpconv.store.source import (
 )
 from mtpconv.view import HfView
 
+if TYPE_CHECKING:  # the network is imported by whoever needs it
+    from mtpconv.store.afar_dist import AfarMegatron
+
 #: Small files that say what a torch_dist folder holds.
 DESCRIPTIONS = frozenset({METADATA, CONFIG, COMMON})
 
@@ -135,17 +138,21 @@ def plan_mcore2hf(
     drop_mtp: bool = False,
     frozen_vision: bool = False,
     fp8: str = "keep",
+    opened: AfarMegatron | None = None,
 ) -> McoreToHf:
     """Open and check a torch_dist checkpoint; everything that can be refused is refused here.
 
-    `frozen_vision`: as `mcore2hf`.
+    `frozen_vision`, `opened`: as `mcore2hf`.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError.
     """
     mode = fp8_mode(fp8)
-    checkpoint = open_megatron(source)
+    checkpoint = open_megatron(source) if opened is None else opened.checkpoint
     require_sound(checkpoint)
-    origin = read_source(like) if like is not None else find_source(source)
+    if like is not None:
+        origin: HfSource | None = read_source(like)
+    else:
+        origin = find_source(source) if opened is None else opened.source
     if origin is None:
         raise UsageError(
             f"{source}: has no hf_source folder beside it (Megatron saved it later?); "
@@ -212,6 +219,7 @@ def mcore2hf(
     jobs: int | None = None,
     resume: bool = False,
     ranks: Ranks | None = None,
+    opened: AfarMegatron | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Convert a torch_dist checkpoint to an HF folder.
@@ -226,6 +234,8 @@ def mcore2hf(
     With `frozen_vision` a vision tower that travelled beside is written in place of Megatron's,
     which no table translates.
 
+    `opened` is `source` opened already: a remote checkpoint, whose mirror `source` is.
+
     Law: with unchanged weights every file has the bytes of the original.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError, WriteError.
@@ -235,10 +245,11 @@ def mcore2hf(
     check_target(target, places_read(source, like, mapping, links=False), overwrite=overwrite)
     snapshot = Snapshot(checkpoint_files(source))
     work = plan_mcore2hf(
-        source, like=like, mapping=mapping, drop_mtp=drop_mtp, frozen_vision=frozen_vision, fp8=fp8
-    )
+        source, like=like, mapping=mapping, drop_mtp=drop_mtp, frozen_vision=frozen_vision,
+        fp8=fp8, opened=opened,
+    )  # fmt: skip
     beside = Snapshot(work.source.files_read)
-    memory = memory_need(len(work.names), TO_HF, jobs, ranks)
+    memory = memory_need(len(work.names), TO_HF, jobs, ranks) + (opened.memory if opened else 0)
     reads = places_read(source, like, work.source.path, mapping)
     if dry_run:
         check_target(target, reads, overwrite=overwrite)
@@ -267,6 +278,8 @@ def mcore2hf(
             verify_digests(written, specs, digests, progress, ranks=ranks, jobs=crew.jobs)
         snapshot.require_unchanged()
         beside.require_unchanged()
+        if opened is not None:  # the snapshots are of its mirror
+            opened.require_unchanged()
         taken_over = sum(ranks.gather("verified", out.taken_over))
         if ranks.is_first:
             out.commit()
@@ -373,7 +386,8 @@ def outcome_of(
         notes.append("shards were laid out anew; file hashes differ from the original's")
     if unsealed:
         notes.append(
-            f"{unsealed} records were saved without a CRC-32: flipped bits in them cannot be seen"
+            f"{unsealed} records were saved without a CRC-32 of their own: flipped bits in them "
+            "cannot be seen"
         )
     if changes and changes.stale:
         notes.append(changes.stale)

@@ -29,6 +29,7 @@ from mtpconv.errors import UsageError
 from mtpconv.progress import Progress
 from mtpconv.ranks import Ranks
 from mtpconv.store.afar import open_afar
+from mtpconv.store.afar_dist import AfarMegatron
 from mtpconv.store.content import Reading, reading
 from mtpconv.store.crew import Crew
 from mtpconv.store.files import Files
@@ -52,9 +53,12 @@ def mcore2hf_afar(
     verify: bool = True,
     dry_run: bool = False,
     jobs: int | None = None,
+    opened: AfarMegatron | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Convert a torch_dist checkpoint to HF files below a URL, one shard for each job at a time.
+
+    `opened`: as `mcore2hf`.
 
     Law: as `mcore2hf`; if it fails, what was uploaded is removed again.
 
@@ -68,9 +72,10 @@ def mcore2hf_afar(
         raise UsageError(f"{url}: holds {len(there)} files; pass --overwrite or name another")
     snapshot = Snapshot(checkpoint_files(source))
     work = plan_mcore2hf(
-        source, like=like, mapping=mapping, drop_mtp=drop_mtp, frozen_vision=frozen_vision, fp8=fp8
-    )
-    memory = memory_need(len(work.names), TO_HF, jobs, Ranks())
+        source, like=like, mapping=mapping, drop_mtp=drop_mtp, frozen_vision=frozen_vision,
+        fp8=fp8, opened=opened,
+    )  # fmt: skip
+    memory = memory_need(len(work.names), TO_HF, jobs, Ranks()) + (opened.memory if opened else 0)
     if dry_run:
         return outcome_of(work, source, Path(url), memory=memory, dry_run=True)
     with tempfile.TemporaryDirectory(prefix="mtpconv-") as place, Crew(jobs) as crew:
@@ -94,6 +99,8 @@ def mcore2hf_afar(
                 back = open_afar(url, mirror)
                 verify_digests(back, specs, digests, progress, jobs=crew.jobs)
             snapshot.require_unchanged()
+            if opened is not None:  # the snapshot is of its mirror
+                opened.require_unchanged()
             upload.remove([n for n in there if n not in set(written)])
             upload.write(CONFIG_NAME, [(rest / CONFIG_NAME).read_bytes()])
         except BaseException:

@@ -10,25 +10,34 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import cast
 
-from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
+from mtpconv.errors import RefusedError, UnreadableError
 from mtpconv.store.checkpoint import Chunk
 from mtpconv.store.content import Run
+from mtpconv.store.crew import default_jobs
 from mtpconv.store.files import Files
 from mtpconv.store.hf import HfCheckpoint, open_hf
-from mtpconv.store.http import HttpFolder
 from mtpconv.store.other_files import OTHER_WEIGHTS
-from mtpconv.store.remote import Remote, fetch_file, mirror_headers, open_remote
+from mtpconv.store.remote import (
+    WORKERS,
+    Remote,
+    fetch_file,
+    mirror_headers,
+    open_remote,
+    require_ranges,
+)
 from mtpconv.tensors import Box
 
 #: Units: bytes. What one request asks for: enough to hide its latency.
 SPAN = 8 << 20
-#: Stretches that each thread keeps; neighbours are mostly asked for one after another.
-_KEPT = 3
+#: Stretches of all files of a checkpoint that are kept: eight threads, each with a tensor of which
+#: eight ranks saved a part.
+KEPT = 64
 #: Units: seconds before a failed request is made again.
 _PAUSES = (0.5, 2.0, 8.0)
 #: What an HF folder may have besides weights, where a server gives no listing.
@@ -40,15 +49,74 @@ _USUAL = (
 )  # fmt: skip
 
 
+class Stretches:
+    """What is kept of the files of a checkpoint, for all threads: they get neighbours in turns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: the least recently used first
+        self._kept: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
+
+    def get(self, key: tuple[str, int], fetch: Callable[[], bytes]) -> bytes:
+        """A stretch; whoever asks first fetches it, others wait.
+
+        Raises: whatever `fetch` raises.
+        """
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+            else:
+                while len(self._kept) >= KEPT:
+                    self._kept.popitem(last=False)
+                own = self._kept[key] = Future[bytes]()
+        if found is not None:
+            return found.result()
+        try:
+            own.set_result(fetch())
+        except BaseException as error:
+            own.set_exception(error)
+            with self._lock:
+                if self._kept.get(key) is own:
+                    del self._kept[key]
+            raise
+        return own.result()
+
+    @staticmethod
+    def memory() -> int:
+        """Units: bytes. What is kept at most, and one stretch under way for each thread."""
+        return (KEPT + default_jobs()) * SPAN
+
+
 class AfarFile:
     """One remote file; stands where a path would (`mtpconv.store.files.Computed`)."""
 
-    def __init__(self, remote: Remote, url: str, name: str, size: int) -> None:
+    def __init__(
+        self, remote: Remote, url: str, name: str, size: int, stretches: Stretches | None = None
+    ) -> None:
+        """`stretches` are shared by all files of a checkpoint."""
         self._remote = remote
         self._url = f"{url}/{name}"
         self._name = name
         self._size = size
-        self._own = threading.local()
+        self._stretches = stretches or Stretches()
+
+    def __str__(self) -> str:
+        return self._url
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self._name
+
+    def pread(self, size: int, start: int) -> bytes:
+        """Up to `size` bytes from `start`, fewer where the file ends; as `os.pread` gives them.
+
+        Raises: UnreadableError as `read_into`.
+        """
+        data = bytearray(max(min(size, self._size - start), 0))
+        self._fill(start, memoryview(data))
+        return bytes(data)
 
     def read_into(self, files: Files, start: int, view: memoryview) -> None:  # noqa: ARG002
         """Fill `view` from byte `start`.
@@ -57,6 +125,9 @@ class AfarFile:
         """
         if start + len(view) > self._size:
             raise UnreadableError(f"{self._url}: ends at byte {self._size}; it is truncated")
+        self._fill(start, view)
+
+    def _fill(self, start: int, view: memoryview) -> None:
         done = 0
         while done < len(view):
             number, skip = divmod(start + done, SPAN)
@@ -65,18 +136,9 @@ class AfarFile:
             done += len(part)
 
     def _stretch(self, number: int) -> bytes:
-        kept: OrderedDict[int, bytes] | None = getattr(self._own, "kept", None)
-        if kept is None:
-            kept = self._own.kept = OrderedDict()
-        data = kept.get(number)
-        if data is None:
-            while len(kept) >= _KEPT:
-                kept.popitem(last=False)
-            start = number * SPAN
-            data = kept[number] = self._fetch(start, min(SPAN, self._size - start))
-        else:
-            kept.move_to_end(number)
-        return data
+        start = number * SPAN
+        length = min(SPAN, self._size - start)
+        return self._stretches.get((self._url, number), lambda: self._fetch(start, length))
 
     def _fetch(self, start: int, length: int) -> bytes:
         for pause in (*_PAUSES, None):
@@ -108,6 +170,11 @@ class AfarCheckpoint(HfCheckpoint):
     afar: Mapping[str, AfarFile] = field(kw_only=True)
     marks: Mapping[str, str] = field(kw_only=True)
 
+    @property
+    def memory(self) -> int:
+        """Units: bytes. What is kept of it at most."""
+        return Stretches.memory()
+
     def chunks(self, name: str) -> Sequence[Chunk]:
         """The one chunk of a tensor; whoever reads it gets the bytes from afar."""
         run = self.runs(name)[0]
@@ -123,24 +190,41 @@ class AfarCheckpoint(HfCheckpoint):
 
     def require_unchanged(self) -> None:
         """Refuse a source that changed. Raises: UnreadableError naming the first file."""
-        for name, mark in self.marks.items():
-            if self.remote.mark(name) != mark:
+        require_marks(self.remote, self.marks)
+
+
+def require_marks(remote: Remote, marks: Mapping[str, str]) -> None:
+    """Refuse files that changed. Raises: UnreadableError naming the first one."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for name, mark in zip(marks, pool.map(remote.mark, marks), strict=True):
+            if mark != marks[name]:
                 raise UnreadableError(
                     f"{name}: changed while it was read; nothing was kept, run again when nobody "
                     "writes to it"
                 )
 
 
-def open_afar(url: str, folder: Path) -> AfarCheckpoint:
+def stamp(path: Path, mark: str) -> None:
+    """Give a mirrored file a time that is the original's mark.
+
+    Whoever asks whether the mirror changed learns whether the original did.
+    """
+    time_of = int.from_bytes(mark.encode()[-7:], "big")
+    os.utime(path, ns=(time_of, time_of))
+
+
+def open_afar(url: str, folder: Path, remote: Remote | None = None) -> AfarCheckpoint:
     """Open a remote HF folder; `folder` is empty and gets its mirror.
+
+    `remote` is what lies at the URL, if it is known.
 
     Raises: UnreadableError if it cannot be reached or is no checkpoint; UnsupportedError if the
     server sends whole files only; RefusedError if a tensor stands in two files, which only a local
     copy can compare.
     """
     url = url.rstrip("/")
-    remote = open_remote(url)
-    mirror_headers(url, folder)
+    remote = remote or open_remote(url)
+    mirror_headers(url, folder, remote)
     listed = remote.names()
     for name in _USUAL if listed is None else listed:
         if not name.endswith((".safetensors", *OTHER_WEIGHTS)) and not (folder / name).exists():
@@ -150,13 +234,11 @@ def open_afar(url: str, folder: Path) -> AfarCheckpoint:
         if problem.kind == "duplicate_tensor":
             raise RefusedError(f"{url}: {problem.message}; download it")
     for file in list(hf.shards)[:1]:
-        if isinstance(remote, HttpFolder) and not remote.has_ranges(file):
-            raise UnsupportedError(f"{url}: the server sends whole files only; download them")
+        require_ranges(remote, url, file)
     marks = {file: remote.mark(file) for file in hf.shards}
     for file, mark in marks.items():
-        # Whoever asks whether the mirror changed learns whether the original did.
-        stamp = int.from_bytes(mark.encode()[-7:], "big")
-        os.utime(folder / file, ns=(stamp, stamp))
+        stamp(folder / file, mark)
     same = {one.name: getattr(hf, one.name) for one in fields(HfCheckpoint)}
-    afar = {f: AfarFile(remote, url, f, header.size) for f, header in hf.shards.items()}
+    kept = Stretches()
+    afar = {f: AfarFile(remote, url, f, header.size, kept) for f, header in hf.shards.items()}
     return AfarCheckpoint(**same, remote=remote, afar=afar, marks=marks)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtpconv.store.content import Run, run_blocks
-from mtpconv.store.crc import Sealed, SealedFile, crc32
+from mtpconv.store.crc import LATE, Sealed, SealedFile, crc32
 from mtpconv.store.crew import Crew
-from mtpconv.store.files import Files
+from mtpconv.store.files import Files, Store
 
 _OPEN, _SOUND, _BROKEN, _UNSEALED = range(4)
 #: Parts of one range that are remembered; one that is read in a wilder order is read again.
@@ -49,9 +49,9 @@ class CrcCheck:
 
     def __init__(self, sealed: Sealed) -> None:
         #: ranges are numbered through all files; each file with the number of its first
-        self._files: dict[Path, tuple[int, SealedFile]] = {}
+        self._files: dict[Store, tuple[int, SealedFile]] = {}
         self._firsts: list[int] = []
-        self._order = sorted(sealed)
+        self._order = sorted(sealed, key=str)
         count = 0
         for file in self._order:
             ordered = sealed[file].ordered()
@@ -66,7 +66,7 @@ class CrcCheck:
                 if not crc:
                     self._state[first + i] = _UNSEALED if size else _SOUND
 
-    def saw(self, file: Path, start: int, view: memoryview) -> None:
+    def saw(self, file: Store, start: int, view: memoryview) -> None:
         """Take note of bytes that were read."""
         found = self._files.get(file)
         if found is None or not len(view):
@@ -80,7 +80,7 @@ class CrcCheck:
         if end > size:
             return
         if end - begin == size:
-            self._settle(first + i, crc32(view) == one.crcs[i])
+            self._settle(first + i, crc32(view), one.crcs[i])
             return
         self._add(first + i, begin, end, view, one.crcs[i], size)
 
@@ -102,13 +102,15 @@ class CrcCheck:
                 found = combined(found, after[2], after[1] - end)
                 end = after[1]
             if end - begin == size:
-                self._settle(at, found == crc)
+                self._settle(at, found, crc)
                 self._parts.pop(at, None)
             elif len(parts) < _MOST_PARTS:
                 parts.append((begin, end, found))
 
-    def _settle(self, at: int, sound: bool) -> None:
-        self._state[at] = _SOUND if sound else _BROKEN
+    def _settle(self, at: int, found: int, stored: int) -> None:
+        if stored != LATE:  # nobody here read it; only the pool of several processes can tell
+            state = _SOUND if found == stored else _BROKEN
+            self._state[at] = state if stored else _UNSEALED
 
     @property
     def rest(self) -> list[int]:
@@ -149,7 +151,7 @@ class CrcCheck:
                 begin, end, crc = joined[0]
                 if end - begin == whole.nbytes:
                     first, one = self._files[whole.file]
-                    self._settle(at, crc == one.crcs[at - first])
+                    self._settle(at, crc, one.crcs[at - first])
                     del self._parts[at]
 
     def nbytes(self, number: int) -> int:
@@ -161,7 +163,7 @@ class CrcCheck:
         with Crew(jobs) as crew:
             for number, crc in crew.map(self._crc, numbers):
                 first, one = self._files[self.range(number).file]
-                self._settle(number, crc == one.crcs[number - first])
+                self._settle(number, crc, one.crcs[number - first])
 
     def _crc(self, number: int, files: Files) -> tuple[int, int]:
         crc = 0

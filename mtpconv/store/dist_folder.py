@@ -40,6 +40,14 @@ def named_iteration(folder: Path) -> Iteration | None:
     return None
 
 
+def tracked(data: bytes) -> tuple[str, Iteration | None]:
+    """What a tracker file says, and the iteration if it names one."""
+    text = data.decode("ascii", "replace").strip()
+    if text == "release":
+        return text, "release"
+    return text, int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
 def find_folder(path: Path) -> tuple[Path, Iteration, Problem | None]:
     """The folder that holds `.metadata`, its iteration, and what is wrong with the tracker file.
 
@@ -56,11 +64,9 @@ def find_folder(path: Path) -> tuple[Path, Iteration, Problem | None]:
         return path, "release" if iteration is None else iteration, None
     tracker = path / TRACKER
     if tracker.exists():
-        text = read_bounded(tracker, 1 << 10).decode("ascii", "replace").strip()
-        if text == "release" or re.fullmatch(r"[0-9]{1,18}", text):
-            latest: Iteration = "release" if text == "release" else int(text)
-            if (path / folder_name(latest)).is_dir():
-                return path / folder_name(latest), latest, None
+        text, latest = tracked(read_bounded(tracker, 1 << 10))
+        if latest is not None and (path / folder_name(latest)).is_dir():
+            return path / folder_name(latest), latest, None
         message = f"{TRACKER} says {text[:40]!r}, and there is no such folder beside it"
         return path, "release", Problem("unreadable_file", message, file=TRACKER)
     names = sorted(p.name for p in path.iterdir() if p.is_dir() and named_iteration(p) is not None)

@@ -25,13 +25,13 @@ class Computed(Protocol):
 #: What pieces and runs point into.
 Store = Path | Computed
 #: Called with a file, a place in it and the bytes that were read from there.
-OnRead = Callable[[Path, int, memoryview], None]
+OnRead = Callable[[Store, int, memoryview], None]
 
 
 class Files:
     """A bounded pool of open files and of buffers; for one thread.
 
-    `on_read` is told of everything that is read from a file, with the bytes.
+    `on_read` is told of everything that is read, with the bytes.
     """
 
     def __init__(self, limit: int = 64, on_read: OnRead | None = None) -> None:
@@ -73,7 +73,12 @@ class Files:
         """
         if not isinstance(path, Path):
             path.read_into(self, start, view)
-            return
+        else:
+            self._read_into(path, start, view)
+        if self._on_read is not None:
+            self._on_read(path, start, view)
+
+    def _read_into(self, path: Path, start: int, view: memoryview) -> None:
         fd, size = self.fd(path), len(view)
         try:
             done = os.preadv(fd, (view,), start)
@@ -87,8 +92,6 @@ class Files:
                 done += got
         except OSError as error:
             raise UnreadableError(f"{path}: {error.strerror} at byte {start}") from error
-        if self._on_read is not None:
-            self._on_read(path, start, view)
 
     @contextmanager
     def buffer(self, size: int) -> Iterator[memoryview]:

@@ -41,8 +41,12 @@ class HttpFolder:
         """HTTP has no listing."""
         return None
 
+    def below(self, folder: str) -> Sequence[str] | None:  # noqa: ARG002
+        """HTTP has no listing."""
+        return None
+
     def has_ranges(self, name: str) -> bool:
-        """Whether the server sends the part of a file that is asked for, not all of it."""
+        """See `Remote.has_ranges`."""
         status: list[int] = []
         self._ask(name, 1, 1, lambda answer: status.append(answer.status))
         return status == [206]

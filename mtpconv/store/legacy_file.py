@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def read_rank(file: Path) -> RankFile:
     where = f"{file.parent.name}/{file.name}"
     fd = open_file(file)
     try:
-        archive = Archive(fd, 0, os.fstat(fd).st_size, where, _MAX_ENTRIES)
+        archive = Archive(partial(os.pread, fd), 0, os.fstat(fd).st_size, where, _MAX_ENTRIES)
         data = archive.content("data.pkl", _MAX_HEAD)
         order = archive.content("byteorder", 16)
     finally:

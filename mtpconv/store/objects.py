@@ -7,6 +7,7 @@ inert `Instance`s.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mtpconv.errors import UnreadableError
 from mtpconv.store.dist_folder import COMMON, open_file
 from mtpconv.store.pickles import Instance, is_key, load_pickle
 from mtpconv.store.torch_names import allow_object
-from mtpconv.store.zips import Archive
+from mtpconv.store.zips import Archive, Pread
 
 #: Bytes of one pickled object; a common state has a few tens of KB.
 MAX_OBJECT = 16 << 20
@@ -34,10 +35,17 @@ def read_object(file: Path, offset: int, length: int, where: str) -> Any:
     """
     fd = open_file(file)
     try:
-        archive = Archive(fd, offset, length, where, MAX_ENTRIES)
-        data = archive.content("data.pkl", MAX_OBJECT)
+        return object_at(partial(os.pread, fd), offset, length, where)
     finally:
         os.close(fd)
+
+
+def object_at(read: Pread, offset: int, length: int, where: str) -> Any:
+    """As `read_object`, of a file that is read in another way.
+
+    Raises: as `read_object`.
+    """
+    data = Archive(read, offset, length, where, MAX_ENTRIES).content("data.pkl", MAX_OBJECT)
     if data is None:
         raise UnreadableError(f"{where} has no data.pkl; the file is corrupt, copy it again")
     return plain(load_pickle(data, where, allow_object, persistent=True), where)

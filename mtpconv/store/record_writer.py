@@ -10,7 +10,6 @@ Source: PKWARE APPNOTE 6.3.10 sections 4.3 and 4.5.3; torch 2.14.1 torch/seriali
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from mtpconv.errors import UnsupportedError
 from mtpconv.store.pickle_writer import dump_pickle
 from mtpconv.store.pickles import PERSISTENT, Global, Instance
 from mtpconv.store.torch_names import STORAGES, TORCH_DTYPES
+from mtpconv.store.zips import Pread
 from mtpconv.tensors import Shape, TensorSpec
 
 #: Data start at multiples of this, counted from the start of the record.
@@ -48,15 +48,15 @@ class Frame:
         """Bytes of the whole record."""
         return len(self.prefix) + self.nbytes + len(self.suffix)
 
-    def crc_of(self, fd: int, offset: int) -> int | None:
-        """The CRC-32 in the record at `offset` of an open file; None if it is another record.
+    def crc_of(self, read: Pread, offset: int) -> int | None:
+        """The CRC-32 in the record at `offset` of a file; None if it is another record.
 
         Law: a record is this one whatever its data.
         """
         start, end = offset + len(self.prefix), offset + self.length - len(self.suffix)
-        if not _is_same(os.pread(fd, start - offset, offset), self.prefix, self.crc_in_prefix):
+        if not _is_same(read(start - offset, offset), self.prefix, self.crc_in_prefix):
             return None
-        suffix = os.pread(fd, len(self.suffix), end)
+        suffix = read(len(self.suffix), end)
         if not _is_same(suffix, self.suffix, self.crc_in_suffix):
             return None
         return int.from_bytes(suffix[self.crc_in_suffix : self.crc_in_suffix + 4], "little")

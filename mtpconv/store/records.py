@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtpconv.errors import UnreadableError, UnsupportedError
+from mtpconv.store.dist_metadata import Place
 from mtpconv.store.pickles import PERSISTENT, Global, Instance, load_pickle
+from mtpconv.store.record_writer import tensor_frame
 from mtpconv.store.torch_names import STORAGES, TORCH_DTYPES, allow_tensor
-from mtpconv.store.zips import Archive
-from mtpconv.tensors import Shape
+from mtpconv.store.zips import Archive, Pread
+from mtpconv.tensors import Shape, TensorSpec
 
 #: Bytes of a tensor's pickle (300 as a rule, 1,000 with 64 axes) and files in its archive.
 _MAX_HEAD = 4 << 10
@@ -54,19 +56,50 @@ class Record:
     crc: int
 
 
+class Located(NamedTuple):
+    """Where a tensor's bytes start in a file; `stored` and `crc` as in `Record`."""
+
+    start: int
+    stored_start: int
+    stored: int
+    crc: int
+
+
 class RecordReader:
     """Finds records; remembers the pickles it has seen, which repeat from chunk to chunk."""
 
     def __init__(self) -> None:
         self._seen: dict[bytes, StoredTensor] = {}
 
-    def locate(self, fd: int, offset: int, length: int, where: str) -> Record:
-        """The tensor in the record at `offset` of an open file.
+    def find(self, read: Pread, place: Place, name: str, spec: TensorSpec, shown: str) -> Located:
+        """The bytes of the record at `place` of a file, which must hold a `spec`.
+
+        Raises: as `locate`, about `name` in the file `shown`; UnreadableError if it holds
+            something else.
+        """
+        # A record as this package writes it is known at sight: 5 us against 40.
+        frame = tensor_frame(spec.dtype, spec.shape)
+        if frame.length == place.length:
+            crc = frame.crc_of(read, place.offset)
+            if crc is not None:
+                start = place.offset + len(frame.prefix)
+                return Located(start, start, frame.nbytes, crc)
+        where = f"{shown}: the record of {name} at byte {place.offset:,}"
+        record = self.locate(read, place.offset, place.length, where)
+        if record.dtype != spec.dtype or record.shape != spec.shape:
+            raise UnreadableError(
+                f"{where} holds {record.dtype} {list(record.shape)} and .metadata says "
+                f"{spec.dtype} {list(spec.shape)}; one of the two files is from another save"
+            )
+        return Located(record.start, record.stored_start, record.stored, record.crc)
+
+    def locate(self, read: Pread, offset: int, length: int, where: str) -> Record:
+        """The tensor in the record at `offset` of a file.
 
         Raises: UnreadableError if it is damaged or names code; UnsupportedError if it is sound
             but not a little-endian contiguous tensor of a known dtype.
         """
-        archive = Archive(fd, offset, length, where, _MAX_ENTRIES)
+        archive = Archive(read, offset, length, where, _MAX_ENTRIES)
         head = archive.content("data.pkl", _MAX_HEAD)
         if head is None:
             raise UnreadableError(f"{where} has no data.pkl; the file is corrupt, copy it again")

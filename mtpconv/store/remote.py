@@ -28,7 +28,8 @@ _HEADER_LIMIT = 100_000_000
 _SMALL_LIMIT = 256 << 20
 #: Units: bytes. No file system holds a larger file; a server that says so makes it up.
 _FILE_LIMIT = 1 << 50
-_WORKERS = 8
+#: Requests for small things that are made at once.
+WORKERS = 8
 
 
 class Remote(Protocol):
@@ -40,8 +41,42 @@ class Remote(Protocol):
     def names(self) -> Sequence[str] | None:
         """Names of all files; None where there is no listing."""
 
+    def below(self, folder: str) -> Sequence[str] | None:
+        """Names of all files below a folder, counted from there; None where there is no listing."""
+
+    def has_ranges(self, name: str) -> bool:
+        """Whether the part of a file comes that is asked for, not all of it."""
+
     def mark(self, name: str) -> str:
         """Something that differs when a file has changed: its size and entity tag or time."""
+
+
+class Below:
+    """The files of a folder of a remote, as a remote of their own."""
+
+    def __init__(self, remote: Remote, folder: str) -> None:
+        self._remote = remote
+        self._folder = folder
+
+    def read(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
+        """See `Remote.read`."""
+        return self._remote.read(f"{self._folder}/{name}", start, length)
+
+    def names(self) -> Sequence[str] | None:
+        """Names of all files, those in folders too; None where there is no listing."""
+        return self._remote.below(self._folder)
+
+    def below(self, folder: str) -> Sequence[str] | None:
+        """See `Remote.below`."""
+        return self._remote.below(f"{self._folder}/{folder}")
+
+    def has_ranges(self, name: str) -> bool:
+        """See `Remote.has_ranges`."""
+        return self._remote.has_ranges(f"{self._folder}/{name}")
+
+    def mark(self, name: str) -> str:
+        """See `Remote.mark`."""
+        return self._remote.mark(f"{self._folder}/{name}")
 
 
 def open_remote(url: str) -> Remote:
@@ -70,12 +105,23 @@ def open_remote(url: str) -> Remote:
     return _Fsspec(url)
 
 
-def mirror_headers(url: str, folder: Path) -> Path:
+def require_ranges(remote: Remote, url: str, name: str) -> None:
+    """Refuse a server that would send a whole file for each of its parts.
+
+    Raises: UnsupportedError.
+    """
+    if not remote.has_ranges(name):
+        raise UnsupportedError(f"{url}: the server sends whole files only; download them")
+
+
+def mirror_headers(url: str, folder: Path, remote: Remote | None = None) -> Path:
     """Fetch config, index and headers of a checkpoint into `folder`, shards as sparse files.
+
+    `remote` is what lies at the URL, if it is known.
 
     Raises: UnreadableError if it cannot be reached or holds no safetensors checkpoint.
     """
-    remote = open_remote(url)
+    remote = remote or open_remote(url)
     index = fetch_file(remote, url, INDEX_NAME, folder)
     fetch_file(remote, url, "config.json", folder)
     listed = remote.names()
@@ -89,7 +135,7 @@ def mirror_headers(url: str, folder: Path) -> Path:
         shards |= {n for n in named if isinstance(n, str) and not outside(n)}
     elif not shards:
         shards = {"model.safetensors"}
-    with ThreadPoolExecutor(_WORKERS) as pool:
+    with ThreadPoolExecutor(WORKERS) as pool:
         there = list(pool.map(lambda n: _mirror_shard(remote, url, n, folder), sorted(shards)))
     if index is None and not any(there):
         raise UnreadableError(f"{url}: neither {INDEX_NAME} nor model.safetensors is there")
@@ -107,7 +153,7 @@ def fetch_file(remote: Remote, url: str, name: str, folder: Path) -> bytes | Non
     data, size = found
     if size > _SMALL_LIMIT or len(data) != size:
         raise UnreadableError(f"{url}/{name}: {len(data):,} of {size:,} bytes came; try again")
-    _write(folder / name, data, size)
+    write_sparse(folder / name, data, size)
     return data
 
 
@@ -124,17 +170,21 @@ def _mirror_shard(remote: Remote, url: str, name: str, folder: Path) -> bool:
         rest = found[0] if found is not None else b""
         if len(rest) != length:
             raise UnreadableError(f"{url}/{name}: the header came short; try again")
-    if size > _FILE_LIMIT:
-        raise UnreadableError(f"{url}/{name}: the server claims a size that no file has")
-    _write(folder / name, start + rest, size)
+    write_sparse(folder / name, start + rest, size)
     return True
 
 
-def _write(path: Path, data: bytes, size: int) -> None:
-    """A file of `size` bytes that begins with `data`; the rest takes no room."""
+def write_sparse(path: Path, data: bytes, size: int, at: int = 0) -> None:
+    """A new file of `size` bytes with `data` at byte `at`; the rest takes no room.
+
+    Raises: UnreadableError if it cannot be written, or no file has that size.
+    """
+    if size > _FILE_LIMIT:
+        raise UnreadableError(f"{path.name}: the server claims a size that no file has")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
+            file.seek(at)
             file.write(data)
             file.truncate(size)
     except OSError as error:
@@ -165,6 +215,11 @@ class _HubFolder(HttpFolder):
         names = [f.get("rfilename") for f in files if isinstance(f, Mapping)]
         return [n for n in names if isinstance(n, str) and not outside(n)]
 
+    def below(self, folder: str) -> Sequence[str] | None:
+        """See `Remote.below`."""
+        names, start = self.names(), f"{folder}/"
+        return None if names is None else [n[len(start) :] for n in names if n.startswith(start)]
+
 
 class _Fsspec:
     """Files below a URL that fsspec opens."""
@@ -176,6 +231,8 @@ class _Fsspec:
         except ImportError as error:
             raise UnsupportedError(f"{url}: needs fsspec; pip install 'mtpconv[remote]'") from error
         self._url = url.rstrip("/")
+        #: of files that were read: asking again would double the requests
+        self._sizes: dict[str, int] = {}
         try:
             with self._asking("cannot be opened", (ImportError, ValueError)):
                 self._fs, self._root = fsspec.core.url_to_fs(self._url)
@@ -191,12 +248,29 @@ class _Fsspec:
             raise UnreadableError(f"{self._url}: is not there") from error
         return [PurePosixPath(e["name"]).name for e in entries if e["type"] == "file"]
 
+    def below(self, folder: str) -> Sequence[str]:
+        """See `Remote.below`."""
+        root = f"{self._root}/{folder}"
+        try:
+            with self._asking(f"{folder} cannot be listed"):
+                found = self._fs.find(root)
+        except FileNotFoundError:
+            return []
+        names = [path.removeprefix(root).lstrip("/") for path in found]
+        return [n for n in names if n and not outside(n)]
+
+    def has_ranges(self, name: str) -> bool:  # noqa: ARG002
+        """All of them have."""
+        return True
+
     def read(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
         """See `Remote.read`."""
         path = f"{self._root}/{name}"
         try:
             with self._asking(f"{name} cannot be read"):
-                size = int(self._fs.info(path)["size"])
+                size = self._sizes.get(name)
+                if size is None:
+                    size = self._sizes[name] = int(self._fs.info(path)["size"])
                 if start >= size:
                     return b"", size
                 return self._fs.cat_file(path, start=start, end=min(start + length, size)), size
@@ -208,7 +282,7 @@ class _Fsspec:
         path = f"{self._root}/{name}"
         try:
             with self._asking(f"{name} cannot be read"):
-                self._fs.invalidate_cache(self._root)
+                self._fs.invalidate_cache(path.rpartition("/")[0])
                 info = self._fs.info(path)
         except FileNotFoundError as error:
             raise UnreadableError(f"{self._url}: {name} is not there") from error

@@ -27,8 +27,9 @@ from mtpconv.store.other_files import OtherFiles, other_files
 from mtpconv.store.safetensors_header import MAX_HEADER_BYTES, ShardHeader, parse_header
 
 FOLDER = "hf_source"
-_FILES, _HEADERS, _MANIFEST, _CARRIED = "files", "headers", "manifest.json", "carried"
-_QUANTISED, _LEFT = "quantised", "left_behind.json"
+#: What lies in it.
+_FILES, HEADERS, MANIFEST, CARRIED = "files", "headers", "manifest.json", "carried"
+QUANTISED, _LEFT = "quantised", "left_behind.json"
 #: Saved headers must not look like shards to anybody who searches for `*.safetensors`.
 _HEADER = ".header"
 
@@ -83,7 +84,7 @@ def read_source(path: Path) -> HfSource:
     Raises: UnreadableError or RefusedError if it is none of these or damaged.
     """
     for folder in (path, path / FOLDER):
-        if (folder / _HEADERS).is_dir():
+        if (folder / HEADERS).is_dir():
             return _read_saved(folder)
     if not (path / "config.json").is_file():
         saved = find_source(path)
@@ -121,7 +122,7 @@ def has_source(path: Path) -> bool:
 
 def _saved_folder(path: Path) -> Path | None:
     places = (folder / FOLDER for folder in _places(path))
-    return next((place for place in places if (place / _HEADERS).is_dir()), None)
+    return next((place for place in places if (place / HEADERS).is_dir()), None)
 
 
 def _places(path: Path) -> Iterator[Path]:
@@ -154,25 +155,25 @@ def write_source(
 
     Raises: WriteError.
     """
-    (folder / _HEADERS).mkdir(parents=True)
+    (folder / HEADERS).mkdir(parents=True)
     for name, header in shards.items():
-        write_bytes(folder / _HEADERS / f"{name}{_HEADER}", header.raw)
+        write_bytes(folder / HEADERS / f"{name}{_HEADER}", header.raw)
     for name in others.travel:
         copy_file(hf.path / name, folder / _FILES / name)
     if others.left:
         text = json.dumps({"left_behind": others.left}, indent=1)
         write_bytes(folder / _LEFT, text.encode() + b"\n")
-    write_manifest(manifest, folder / _MANIFEST)
+    write_manifest(manifest, folder / MANIFEST)
 
 
 def carried_folder(folder: Path) -> Path:
     """Where tensors that Megatron has no place for are kept, as an HF folder."""
-    return folder / _CARRIED
+    return folder / CARRIED
 
 
 def quantised_folder(folder: Path) -> Path:
     """Where FP8 codes and scales are kept, in files named like the shards they are from."""
-    return folder / _QUANTISED
+    return folder / QUANTISED
 
 
 def copy_file(source: Path, target: Path) -> None:
@@ -230,8 +231,8 @@ def _config(root: Path) -> dict[str, Any]:
 def _read_saved(folder: Path) -> HfSource:
     files_root = folder / _FILES
     others = replace(other_files(files_root, ()), left=_read_left(folder / _LEFT))
-    manifest = folder / _MANIFEST
-    carried = _read_tensors(folder / _CARRIED)
+    manifest = folder / MANIFEST
+    carried = _read_tensors(folder / CARRIED)
     if carried is not None:
         require_sound(carried)
     return HfSource(
@@ -239,11 +240,11 @@ def _read_saved(folder: Path) -> HfSource:
         files_root,
         _config(files_root),
         others,
-        _read_headers(folder / _HEADERS),
+        _read_headers(folder / HEADERS),
         carried,
         read_manifest(manifest) if os.path.lexists(manifest) else None,
         find_index(files_root)[0],
-        _read_tensors(folder / _QUANTISED),
+        _read_tensors(folder / QUANTISED),
     )
 
 

@@ -8,8 +8,8 @@ Source: PKWARE APPNOTE 6.3.10 section 4.3, and archives written by torch 2.13 an
 
 from __future__ import annotations
 
-import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mtpconv.errors import UnreadableError
@@ -25,6 +25,9 @@ _HEAD = 1024
 _TAIL = 1536
 _MAX_DIRECTORY = 16 << 20
 
+#: Up to so many bytes from a place of one file, as `os.pread` gives them for a descriptor.
+Pread = Callable[[int, int], bytes]
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -39,15 +42,15 @@ class Entry:
 
 
 class Archive:
-    """A stored zip in `length` bytes from `offset` of an open file.
+    """A stored zip in `length` bytes from `offset` of a file.
 
     Raises: UnreadableError, naming `where`, if it is not what `torch.save` writes.
     """
 
-    __slots__ = ("_fd", "_head", "_length", "_offset", "_tail", "_where", "entries")
+    __slots__ = ("_head", "_length", "_offset", "_read", "_tail", "_where", "entries")
 
-    def __init__(self, fd: int, offset: int, length: int, where: str, max_entries: int) -> None:
-        self._fd = fd
+    def __init__(self, read: Pread, offset: int, length: int, where: str, max_entries: int) -> None:
+        self._read = read
         self._offset = offset
         self._length = length
         self._where = where
@@ -67,7 +70,7 @@ class Archive:
 
     def _pread(self, start: int, size: int) -> bytes:
         try:
-            return os.pread(self._fd, size, self._offset + start)
+            return self._read(size, self._offset + start)
         except (OSError, OverflowError) as error:
             raise self._bad(f"cannot be read ({error})") from None
 

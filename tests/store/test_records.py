@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mtpconv.store.objects import read_object
 from mtpconv.store.record_writer import ALIGNMENT, object_record, tensor_frame
 from mtpconv.store.records import Record, RecordReader
 from mtpconv.store.torch_names import TORCH_DTYPES
+from mtpconv.store.zips import Pread
 from mtpconv.tensors import TensorSpec
 
 DTYPES = sorted(name for name, _ in TORCH_DTYPES.values())
@@ -38,22 +40,22 @@ def record_of(dtype: str, shape: tuple[int, ...], data: bytes) -> bytes:
 
 
 @contextmanager
-def on_disk(folder: Path, data: bytes) -> Iterator[int]:
+def on_disk(folder: Path, data: bytes) -> Iterator[Pread]:
     file = folder / "__0_0.distcp"
     file.write_bytes(data)
     fd = os.open(file, os.O_RDONLY)
     try:
-        yield fd
+        yield partial(os.pread, fd)
     finally:
         os.close(fd)
 
 
 def locate(folder: Path, data: bytes, offset: int = 0, length: int | None = None) -> Record:
-    with on_disk(folder, data) as fd:
+    with on_disk(folder, data) as read:
         reader = RecordReader()
         size = len(data) - offset if length is None else length
-        found = reader.locate(fd, offset, size, "x")
-        assert reader.locate(fd, offset, size, "x") == found  # the second time from memory
+        found = reader.locate(read, offset, size, "x")
+        assert reader.locate(read, offset, size, "x") == found  # the second time from memory
         return found
 
 
@@ -307,8 +309,8 @@ def test_an_archive_of_many_files_is_refused(tmp_path: Path) -> None:
     ("offset", "length"), [(1 << 62, 1 << 62), ((1 << 63) - 1, 9), (0, 1 << 62)]
 )
 def test_places_that_no_file_has_are_damage(tmp_path: Path, offset: int, length: int) -> None:
-    with on_disk(tmp_path, GOOD) as fd, pytest.raises(UnreadableError, match=r"^x "):
-        RecordReader().locate(fd, offset, length, "x")
+    with on_disk(tmp_path, GOOD) as read, pytest.raises(UnreadableError, match=r"^x "):
+        RecordReader().locate(read, offset, length, "x")
 
 
 # --- objects -----------------------------------------------------------------------------------
@@ -349,7 +351,7 @@ def test_records_of_more_than_4_gib(tmp_path: Path) -> None:
     try:
         os.pwrite(fd, prefix, 0)  # the zeros between are a hole
         os.pwrite(fd, suffix, len(prefix) + spec.nbytes)
-        found = RecordReader().locate(fd, 0, frame.length, "x")
+        found = RecordReader().locate(partial(os.pread, fd), 0, frame.length, "x")
     finally:
         os.close(fd)
     assert (found.start, found.nbytes, found.shape) == (len(prefix), spec.nbytes, spec.shape)
