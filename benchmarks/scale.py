@@ -26,9 +26,11 @@ from benchmarks.measure import ROOT, median, remove
 from mtpconv.convert import hf2mcore, mcore2hf, record_files, records, shards
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table import find_table
+from mtpconv.store import new_file
 from mtpconv.store.content import Files, blocks
 from mtpconv.store.hf import open_hf
 from mtpconv.store.hf_writer import index_bytes, make_headers
+from mtpconv.store.new_file import NewFile
 from mtpconv.synth import tensor_bytes
 from mtpconv.tensors import TensorSpec
 from mtpconv.view import HfView
@@ -122,16 +124,18 @@ def hollow(names: Sequence[str]) -> Iterator[None]:
     wanted = set(names)
     write, copy, usage = record_files.write_batch, shards._copy, shutil.disk_usage
 
-    def write_batch(batch: Sequence[records.Placed], files: Files) -> list[tuple[str, str]]:
+    def write_batch(
+        file: NewFile, batch: Sequence[records.Placed], files: Files
+    ) -> list[tuple[str, str]]:
         found = []
         for placed in batch:
             step, room = placed.record.step, placed.room
             if wanted & set(step.hf):
-                found += write([placed], files)
+                found += write(file, [placed], files)
                 continue
-            prefix, suffix = room.frame.sealed(0)
-            room.write(room.start - len(prefix), prefix)
-            room.write(room.start + room.nbytes, suffix)
+            prefix, suffix = room.sealed(0)
+            file.write(room.begin, prefix)
+            file.write(room.start + room.nbytes, suffix)
             found += [(name, _NO_DIGEST) for name in step.hf]
         return found
 
@@ -140,7 +144,7 @@ def hollow(names: Sequence[str]) -> Iterator[None]:
             if tensor.name in wanted:
                 copy(shard, [tensor], files)
             elif tensor.what.spec.nbytes:  # its last byte: the file gets its length
-                shard.write(tensor.at + tensor.what.spec.nbytes - 1, memoryview(b"\0"))
+                shard.out.write(tensor.at + tensor.what.spec.nbytes - 1, memoryview(b"\0"))
         return []
 
     # Four times as large as else, for offsets beyond 4 GiB.
@@ -148,6 +152,9 @@ def hollow(names: Sequence[str]) -> Iterator[None]:
     setattr(record_files, "FILE_LIMIT", 4 * limit)  # noqa: B010
     setattr(record_files, "write_batch", write_batch)  # noqa: B010
     setattr(shards, "_copy", copy_tensors)  # noqa: B010
+    # Holes need the page cache: past it only whole blocks are written.
+    on_own_disk = new_file._on_own_disk
+    setattr(new_file, "_on_own_disk", lambda _: False)  # noqa: B010
     setattr(shutil, "disk_usage", lambda p: usage(p)._replace(free=1 << 50))  # noqa: B010
     try:
         yield
@@ -155,6 +162,7 @@ def hollow(names: Sequence[str]) -> Iterator[None]:
         setattr(record_files, "FILE_LIMIT", limit)  # noqa: B010
         setattr(record_files, "write_batch", write)  # noqa: B010
         setattr(shards, "_copy", copy)  # noqa: B010
+        setattr(new_file, "_on_own_disk", on_own_disk)  # noqa: B010
         setattr(shutil, "disk_usage", usage)  # noqa: B010
 
 

@@ -29,6 +29,8 @@ from mtpconv.store.files import Files
 from mtpconv.store.new_file import NewFile
 from mtpconv.store.torch_dist_writer import Room, TorchDistWriter, Written
 
+#: Units: bytes. What surrounds the data of a record, rounded up.
+FRAME = 900
 #: Units: bytes. A new file is begun when the current one has this many.
 FILE_LIMIT = 2 << 30
 
@@ -152,7 +154,8 @@ class _File:
         self._steps = steps
         self._recorder = recorder
         self._source = source
-        self._writer = TorchDistWriter(folder, rank, number, direct=direct)
+        size = self.nbytes + FRAME * len(steps)
+        self._writer = TorchDistWriter(folder, rank, number, direct=direct, size=size)
 
     @property
     def nbytes(self) -> int:

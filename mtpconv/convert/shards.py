@@ -48,7 +48,7 @@ class Shard:
     def out(self) -> NewFile:
         """What the bytes go into, created when first asked for. Raises: OSError."""
         if self._file is None:
-            self._file = NewFile(self.path, direct=self._direct)
+            self._file = NewFile(self.path, direct=self._direct, size=self.header.size)
         return self._file
 
     def batches(self, source: Checkpoint | Pieced) -> Iterator[Sequence[_Tensor]]:

@@ -22,11 +22,10 @@ from mtpconv.errors import WriteError
 
 #: Units: bytes. What goes to disk at once.
 STRIDE = 2 << 20
-#: Units: bytes. How much of the disk a file takes before it is written: writers of blocks that are
-#: not there yet wait for each other.
+#: Units: bytes. How much of the disk a file takes that became larger than was said.
 _AHEAD = 256 << 20
 #: Blocks on their way to disk: with one at a time a disk idles between them.
-_DEPTH = 4
+_DEPTH = 8
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 #: 0 where the system has no such thing.
@@ -57,10 +56,10 @@ class NewFile:
     block is full. So whoever writes a `direct` file leaves no gaps.
     """
 
-    def __init__(self, path: Path, *, direct: bool = False) -> None:
+    def __init__(self, path: Path, *, direct: bool = False, size: int = 0) -> None:
         """Create the file; `direct` asks to pass the page cache, which not every disk can.
 
-        Raises: OSError.
+        It will have about `size` bytes. Raises: OSError.
         """
         self.path = path
         self._fd = os.open(path, _NEW, 0o644)
@@ -72,6 +71,7 @@ class NewFile:
         self._free: list[mmap.mmap] = []
         self._under_way: list[Future[None]] = []
         self._end = 0
+        self._size = size
         self._taken = 0
         self._takes = hasattr(os, "posix_fallocate")
 
@@ -153,11 +153,12 @@ class NewFile:
             os.close(fd)
 
     def _take(self, end: int) -> None:
-        """Take disk up to `end`, and more, so that this is seldom done."""
+        """Take disk up to `end`: writers of blocks that are not there yet wait for each other."""
         while self._takes and end > self._taken:
+            more = self._size - self._taken if self._size > self._taken else _AHEAD
             try:
-                os.posix_fallocate(self._fd, self._taken, _AHEAD)
-                self._taken += _AHEAD
+                os.posix_fallocate(self._fd, self._taken, more)
+                self._taken += more
             except OSError:  # whoever writes hears of it, if there is anything to hear
                 self._takes = False
 

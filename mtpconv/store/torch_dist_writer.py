@@ -72,10 +72,11 @@ class TorchDistWriter:
     """
 
     def __init__(
-        self, folder: Path, rank: int = 0, number: int = 0, *, direct: bool = False
+        self, folder: Path, rank: int = 0, number: int = 0, *, direct: bool = False, size: int = 0
     ) -> None:
-        """`direct`: see `NewFile`."""
+        """`direct`, `size`: see `NewFile`."""
         self._direct = direct
+        self._size = size
         self.path = folder / f"__{rank}_{number}.distcp"
         self._lock = threading.Lock()
         self._file: NewFile | None = None
@@ -104,7 +105,7 @@ class TorchDistWriter:
         with self._lock:
             if self._file is None:
                 try:
-                    self._file = NewFile(self.path, direct=self._direct)
+                    self._file = NewFile(self.path, direct=self._direct, size=self._size)
                 except OSError as error:
                     raise cannot_write(self.path, error) from None
             return self._file
