@@ -30,7 +30,7 @@ _SHOWN = 4
 def run_hf2mcore(src: str, dst: Path, **options: Any) -> None:
     """Convert and say what was done."""
     if "://" not in src:
-        _run(hf2mcore, Path(src), dst, **options)
+        _run(hf2mcore, src, str(dst), **options)
         return
 
     def convert(source: Path, target: Path, **rest: Any) -> Outcome:  # noqa: ARG001
@@ -43,7 +43,7 @@ def run_hf2mcore(src: str, dst: Path, **options: Any) -> None:
             opened = open_afar(src, Path(place))
             return hf2mcore(Path(place), target, opened=opened, **rest)
 
-    _run(convert, Path(src), dst, **options)
+    _run(convert, src, str(dst), **options)
 
 
 def run_mcore2hf(src: str, dst: str, *, resume: bool, **options: Any) -> None:
@@ -55,7 +55,7 @@ def run_mcore2hf(src: str, dst: str, *, resume: bool, **options: Any) -> None:
         write = _upload_to(dst)
     else:
         options["resume"] = resume
-    _run(_download(src, write) if "://" in src else write, Path(src), Path(dst), **options)
+    _run(_download(src, write) if "://" in src else write, src, dst, **options)
 
 
 def _upload_to(dst: str) -> Callable[..., Outcome]:
@@ -72,7 +72,7 @@ def _upload_to(dst: str) -> Callable[..., Outcome]:
 def _download(src: str, write: Callable[..., Outcome]) -> Callable[..., Outcome]:
     """The conversion of a remote Megatron checkpoint; what is said names what the user named."""
 
-    def convert(source: Path, target: Path, *, like: Path | None, **rest: Any) -> Outcome:
+    def convert(source: Path, target: Path, *, like: Path | None, **rest: Any) -> Outcome:  # noqa: ARG001
         from mtpconv.store.afar_dist import open_dist_afar
         from mtpconv.store.remote_dist import stand_in
 
@@ -82,7 +82,7 @@ def _download(src: str, write: Callable[..., Outcome]) -> Callable[..., Outcome]
             with named((stand_in(url, place), url), (place, url.rpartition("/")[0])) as renamed:
                 opened = open_dist_afar(url, place, source=like is None)
                 done = write(opened.mirror.path, target, like=like, opened=opened, **rest)
-        return dataclasses.replace(done, source=source, notes=tuple(map(renamed, done.notes)))
+        return dataclasses.replace(done, notes=tuple(map(renamed, done.notes)))
 
     return convert
 
@@ -90,8 +90,8 @@ def _download(src: str, write: Callable[..., Outcome]) -> Callable[..., Outcome]
 @no_collector()
 def _run(
     convert: Callable[..., Outcome],
-    src: Path,
-    dst: Path,
+    src: str,
+    dst: str,
     *,
     quiet: bool,
     log_format: str,
@@ -101,7 +101,7 @@ def _run(
     ranks = ranks_of(os.environ)
     progress = make_progress(quiet or not ranks.is_first, log_format)
     try:
-        done = convert(src, dst, ranks=ranks, progress=progress, **options)
+        done = convert(Path(src), Path(dst), ranks=ranks, progress=progress, **options)
     except MtpconvError as error:
         progress.end()
         if log_format != "json":
@@ -111,6 +111,7 @@ def _run(
     finally:
         progress.end()
     if not quiet and ranks.is_first:
+        done = dataclasses.replace(done, source=src, target=dst)  # a Path spoils URLs
         if log_format == "json":
             write_json("done", **_facts(done))
         else:

@@ -25,8 +25,8 @@ class Outcome:
     """Counts and remarks of one finished (or, with `dry_run`, only planned) conversion."""
 
     direction: str
-    source: Path
-    target: Path
+    source: Path | str
+    target: Path | str
     model_type: str
     tensors: int
     nbytes: int

@@ -225,7 +225,7 @@ def open_afar(url: str, folder: Path, remote: Remote | None = None) -> AfarCheck
     url = url.rstrip("/")
     remote = remote or open_remote(url)
     mirror_headers(url, folder, remote)
-    listed = remote.names()
+    listed = remote.below("")
     for name in _USUAL if listed is None else listed:
         if not name.endswith((".safetensors", *OTHER_WEIGHTS)) and not (folder / name).exists():
             fetch_file(remote, url, name, folder)

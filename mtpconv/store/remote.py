@@ -42,7 +42,10 @@ class Remote(Protocol):
         """Names of all files; None where there is no listing."""
 
     def below(self, folder: str) -> Sequence[str] | None:
-        """Names of all files below a folder, counted from there; None where there is no listing."""
+        """Names of all files below a folder, counted from there; None where there is no listing.
+
+        Without a name: below the one that this is.
+        """
 
     def has_ranges(self, name: str) -> bool:
         """Whether the part of a file comes that is asked for, not all of it."""
@@ -68,7 +71,7 @@ class Below:
 
     def below(self, folder: str) -> Sequence[str] | None:
         """See `Remote.below`."""
-        return self._remote.below(f"{self._folder}/{folder}")
+        return self._remote.below(f"{self._folder}/{folder}".rstrip("/"))
 
     def has_ranges(self, name: str) -> bool:
         """See `Remote.has_ranges`."""
@@ -217,7 +220,7 @@ class _HubFolder(HttpFolder):
 
     def below(self, folder: str) -> Sequence[str] | None:
         """See `Remote.below`."""
-        names, start = self.names(), f"{folder}/"
+        names, start = self.names(), f"{folder}/" if folder else ""
         return None if names is None else [n[len(start) :] for n in names if n.startswith(start)]
 
 
@@ -250,9 +253,9 @@ class _Fsspec:
 
     def below(self, folder: str) -> Sequence[str]:
         """See `Remote.below`."""
-        root = f"{self._root}/{folder}"
+        root = f"{self._root}/{folder}".rstrip("/")
         try:
-            with self._asking(f"{folder} cannot be listed"):
+            with self._asking(f"{folder or 'it'} cannot be listed"):
                 found = self._fs.find(root)
         except FileNotFoundError:
             return []

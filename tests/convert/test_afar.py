@@ -92,6 +92,8 @@ def mcore_of(url: str, root: Path, name: str = "mcore", **options: Any) -> Path:
 
 def test_there_and_back(store: str, tmp_path: Path) -> None:
     hf = make_hf(tmp_path / "hf", config("deepseek_v3"), shards=4)
+    (hf / "assets/more").mkdir(parents=True)
+    (hf / "assets/more/about.txt").write_text("files in folders travel, too")
     fill(store, hf)
     mcore = mcore_of(store, tmp_path)
     hf2mcore(hf, tmp_path / "local")
