@@ -26,7 +26,6 @@ from benchmarks.measure import ROOT, median, remove
 from mtpconv.convert import hf2mcore, mcore2hf, record_files, records, shards
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table import find_table
-from mtpconv.store import new_file
 from mtpconv.store.content import Files, blocks
 from mtpconv.store.hf import open_hf
 from mtpconv.store.hf_writer import index_bytes, make_headers
@@ -152,9 +151,6 @@ def hollow(names: Sequence[str]) -> Iterator[None]:
     setattr(record_files, "FILE_LIMIT", 4 * limit)  # noqa: B010
     setattr(record_files, "write_batch", write_batch)  # noqa: B010
     setattr(shards, "_copy", copy_tensors)  # noqa: B010
-    # Holes need the page cache: past it only whole blocks are written.
-    on_own_disk = new_file._on_own_disk
-    setattr(new_file, "_on_own_disk", lambda _: False)  # noqa: B010
     setattr(shutil, "disk_usage", lambda p: usage(p)._replace(free=1 << 50))  # noqa: B010
     try:
         yield
@@ -162,7 +158,6 @@ def hollow(names: Sequence[str]) -> Iterator[None]:
         setattr(record_files, "FILE_LIMIT", limit)  # noqa: B010
         setattr(record_files, "write_batch", write)  # noqa: B010
         setattr(shards, "_copy", copy)  # noqa: B010
-        setattr(new_file, "_on_own_disk", on_own_disk)  # noqa: B010
         setattr(shutil, "disk_usage", usage)  # noqa: B010
 
 

@@ -22,7 +22,7 @@ from mtpconv.convert.fp8 import (
     shards_of,
     write_kept,
 )
-from mtpconv.convert.needs import TO_MCORE, files_need, memory_need, names_need, passes_cache
+from mtpconv.convert.needs import TO_MCORE, files_need, memory_need, names_need
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
 from mtpconv.convert.record_files import RecordFiles
@@ -319,8 +319,7 @@ def hf2mcore(
     ):
         folder = out.folder / ("release" if iteration is None else f"iter_{iteration:07d}")
         folder.mkdir(exist_ok=True)
-        direct = passes_cache(work.nbytes // ranks.size, read_back=verify)
-        writing = RecordFiles(work.changed, work.plan, work.layout, snapshot.digest, direct=direct)
+        writing = RecordFiles(work.changed, work.plan, work.layout, snapshot.digest)
         digests = writing.write(folder, out, crew, progress)
         saved = out.folder / FOLDER
         beside: tuple[str, ...] = ()

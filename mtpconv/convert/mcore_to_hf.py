@@ -27,7 +27,7 @@ from mtpconv.convert.fp8 import (
 )
 from mtpconv.convert.hf_to_mcore import table_for
 from mtpconv.convert.journal import Done
-from mtpconv.convert.needs import TO_HF, files_need, memory_need, names_need, passes_cache
+from mtpconv.convert.needs import TO_HF, files_need, memory_need, names_need
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
 from mtpconv.convert.remarks import Since, carried_notes, file_notes, resume_notes, since
@@ -321,9 +321,7 @@ def _write_shards(
     """Write this rank's shards, or take them over; gives the digests of their tensors."""
     digests: dict[str, str] = {}
     names = deal({n: h.size for n, h in work.headers.items()}, out.ranks)
-    nbytes = sum(work.headers[n].size for n in names)
-    progress.begin("convert", nbytes)
-    direct = passes_cache(nbytes, read_back=digest)
+    progress.begin("convert", sum(work.headers[n].size for n in names))
     holds: dict[Path, tuple[str, str]] = {}
     todo = []
     for name in names:
@@ -339,7 +337,7 @@ def _write_shards(
         path = out.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         holds[path] = name, made
-        todo.append(Shard(path, header, direct=direct))
+        todo.append(Shard(path, header))
 
     def done(shard: Shard) -> None:
         name, made = holds[shard.path]

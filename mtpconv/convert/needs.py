@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -35,11 +34,3 @@ def memory_need(tensors: int, each: int, jobs: int | None, ranks: Ranks) -> int:
     """Resident memory at its peak, in bytes; `each` is `TO_MCORE` or `TO_HF`."""
     more = _RANKS if ranks.size > 1 else 0
     return _BASE + _THREAD * (jobs or default_jobs()) + (each + more) * tensors
-
-
-def passes_cache(nbytes: int, *, read_back: bool) -> bool:
-    """Whether a target of this size is better written past the page cache.
-
-    It is if nobody reads it back from there, or if it does not fit beside its source.
-    """
-    return not read_back or nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

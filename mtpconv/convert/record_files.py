@@ -29,8 +29,6 @@ from mtpconv.store.files import Files
 from mtpconv.store.new_file import NewFile
 from mtpconv.store.torch_dist_writer import Room, TorchDistWriter, Written
 
-#: Units: bytes. What surrounds the data of a record, rounded up.
-FRAME = 900
 #: Units: bytes. A new file is begun when the current one has this many.
 FILE_LIMIT = 2 << 30
 
@@ -45,14 +43,10 @@ class Share(NamedTuple):
 class RecordFiles:
     """Writes the records of a plan; `source` stands for the state of the source."""
 
-    def __init__(
-        self, hf: HfTensors, plan: Plan, layout: Layout, source: str, *, direct: bool = False
-    ) -> None:
-        """`direct`: see `NewFile`."""
+    def __init__(self, hf: HfTensors, plan: Plan, layout: Layout, source: str) -> None:
         self._plan = plan
         self._recorder = Recorder(hf, plan, layout)
         self._source = f"{source} {layout.name}"
-        self._direct = direct
 
     def write(self, folder: Path, out: Output, crew: Crew, progress: Progress) -> dict[str, str]:
         """Write this rank's records, and as the first one `.metadata` for those of all.
@@ -71,7 +65,7 @@ class RecordFiles:
         steps = share(self._plan.steps, self._recorder.nbytes, out.ranks)
         progress.begin("convert", sum(map(self._recorder.nbytes, steps)))
         files = [
-            _File(folder, out.ranks.rank, number, group, self._recorder, self._source, self._direct)
+            _File(folder, out.ranks.rank, number, group, self._recorder, self._source)
             for number, group in enumerate(self._groups(steps))
         ]
 
@@ -143,7 +137,6 @@ class _File:
         steps: Sequence[Step],
         recorder: Recorder,
         source: str,
-        direct: bool,
     ) -> None:
         self.name = f"__{rank}_{number}.distcp"
         self.left = len(steps)
@@ -154,8 +147,7 @@ class _File:
         self._steps = steps
         self._recorder = recorder
         self._source = source
-        size = self.nbytes + FRAME * len(steps)
-        self._writer = TorchDistWriter(folder, rank, number, direct=direct, size=size)
+        self._writer = TorchDistWriter(folder, rank, number)
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ from blake3 import blake3
 from mtpconv.convert.growing import write_files
 from mtpconv.errors import UnreadableError
 from mtpconv.store.checkpoint import Checkpoint
-from mtpconv.store.content import Pieced, Reading, Run, fill_all, read_run, reading
+from mtpconv.store.content import Pieced, Reading, Run, fill_all, reading
 from mtpconv.store.crew import Crew, batches
 from mtpconv.store.digest import digest_tensors
 from mtpconv.store.files import BLOCK, Files
@@ -35,9 +35,7 @@ class _Tensor(NamedTuple):
 class Shard:
     """A safetensors file that is being written; `digests` grows with it."""
 
-    def __init__(self, path: Path, header: ShardHeader, *, direct: bool = False) -> None:
-        """`direct`: see `NewFile`."""
-        self._direct = direct
+    def __init__(self, path: Path, header: ShardHeader) -> None:
         self.path = path
         self.header = header
         self.digests: dict[str, str] = {}
@@ -48,7 +46,7 @@ class Shard:
     def out(self) -> NewFile:
         """What the bytes go into, created when first asked for. Raises: OSError."""
         if self._file is None:
-            self._file = NewFile(self.path, direct=self._direct, size=self.header.size)
+            self._file = NewFile(self.path)
         return self._file
 
     def batches(self, source: Checkpoint | Pieced) -> Iterator[Sequence[_Tensor]]:
@@ -148,14 +146,7 @@ def _stream(shard: Shard, tensor: _Tensor, files: Files) -> str:
 
 def _copy(shard: Shard, tensors: Sequence[_Tensor], files: Files) -> _Digests:
     runs = list(_runs(tensors))
-    if shard.out.direct and all(t.what.runs is not None for t in tensors):
-        for run in runs:
-            start = run.start
-            for room in shard.out.rooms(run.at, run.nbytes):
-                read_run(files, run.file, start, room)
-                start += len(room)
-        return []
-    if not shard.out.direct and all(isinstance(run.file, Path) for run in runs):
+    if all(isinstance(run.file, Path) for run in runs):
         try:
             for run in runs:
                 _copy_in_kernel(shard.out, run, files)

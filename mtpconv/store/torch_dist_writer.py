@@ -71,12 +71,7 @@ class TorchDistWriter:
     reserved. Nothing is readable before `.metadata` is written.
     """
 
-    def __init__(
-        self, folder: Path, rank: int = 0, number: int = 0, *, direct: bool = False, size: int = 0
-    ) -> None:
-        """`direct`, `size`: see `NewFile`."""
-        self._direct = direct
-        self._size = size
+    def __init__(self, folder: Path, rank: int = 0, number: int = 0) -> None:
         self.path = folder / f"__{rank}_{number}.distcp"
         self._lock = threading.Lock()
         self._file: NewFile | None = None
@@ -105,7 +100,7 @@ class TorchDistWriter:
         with self._lock:
             if self._file is None:
                 try:
-                    self._file = NewFile(self.path, direct=self._direct, size=self._size)
+                    self._file = NewFile(self.path)
                 except OSError as error:
                     raise cannot_write(self.path, error) from None
             return self._file

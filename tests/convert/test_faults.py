@@ -218,13 +218,10 @@ def test_bits_flipped_on_their_way_into_a_shard(
 
 
 @BOTH
-@pytest.mark.parametrize("direct", [True, False])
 def test_without_verification_the_bytes_are_the_same(
-    sides: dict[str, Path], convert: Convert, direct: bool, monkeypatch: pytest.MonkeyPatch
+    sides: dict[str, Path], convert: Convert
 ) -> None:
-    """Past the page cache where the disk can, else copied inside the kernel."""
-    if not direct:
-        monkeypatch.setattr(new_file, "_on_own_disk", lambda _: False)
+    """Copied inside the kernel where it can, by hand where it cannot."""
     source = sides[convert.__name__]
     choices: list[dict[str, Any]] = [{}, {"verify": False}, {"jobs": 1}, {"jobs": 3}]
     for number, options in enumerate(choices):
@@ -238,7 +235,6 @@ def test_a_filesystem_that_cannot_copy_in_the_kernel(
     def refuse(*_: Any) -> int:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
-    monkeypatch.setattr(new_file, "_on_own_disk", lambda _: False)
     monkeypatch.setattr(os, "copy_file_range", refuse)
     back = sides["hf2mcore"].parent / "back"
     mcore2hf(sides["mcore2hf"], back, verify=False)

@@ -41,7 +41,7 @@ def kill_at_random(nursery: Nursery, root: Path, times: int, seed: int) -> None:
             "overwrite": True,
             "resume": chance.random() < 0.7,
             "jobs": chance.choice([1, 2]),
-            "verify": chance.random() < 0.7,  # without, the page cache is passed
+            "verify": chance.random() < 0.7,
         }
         status = nursery.run(
             name, sources[name], target, kill_after=chance.random() * 1.2 * spans[name], **options

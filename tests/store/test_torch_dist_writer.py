@@ -120,7 +120,7 @@ def test_threads_write_one_file(tmp_path: Path) -> None:
     def job(n: int) -> None:
         writer.write("t", spec, Box((n, 0), (1, 5000)), [bytes([n]) * 2500] * 2)
 
-    with TorchDistWriter(tmp_path, direct=True) as writer:
+    with TorchDistWriter(tmp_path) as writer:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(job, range(64)))
         finish(tmp_path, writer.close())
