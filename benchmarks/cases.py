@@ -282,6 +282,19 @@ if __name__ == "__main__":
 }
 
 
+_ONE_THREAD = """
+import os
+os.environ["OMP_NUM_THREADS"] = "1"
+"""
+_SYNC = """
+if __name__ == "__main__":
+    for folder, _, names in os.walk(sys.argv[2]):
+        for name in names:
+            with open(os.path.join(folder, name), "rb") as file:
+                os.fsync(file.fileno())
+"""
+
+
 def baselines(place: Place) -> Figures:
     """Other ways to write the same bytes, once each, on an eighth of the bytes and layers."""
     config = {**model.published("deepseek-v3"), **model.WIDTHS, "num_hidden_layers": 4}
@@ -318,12 +331,9 @@ def _baseline_runs(place: Place, hf: Path) -> Iterator[tuple[str, str, Callable[
         script = place.folder / "baseline.py"
 
         def run(program: str = program, script: Path = script) -> m.Cost:
-            script.write_text(program)
+            script.write_text(_ONE_THREAD + program + _SYNC)
             place.out("baseline").mkdir()
-            return m.run(
-                ["sh", "-c", 'OMP_NUM_THREADS=1 "$0" "$@" && find "$3" -type f | xargs sync',
-                 sys.executable, str(script), str(hf), str(out)]
-            )  # fmt: skip
+            return m.run([sys.executable, str(script), str(hf), str(out)])
 
         yield name, "megatron" if "megatron" in name else "torch", run
     m.remove(out)

@@ -39,9 +39,9 @@ _HOW = """
   before they are written, so the files do not depend on the number of threads.
 - With `--no-verify` mcore2hf looks at no byte: it copies inside the kernel (`copy_file_range`).
 - Write-back begins while bytes are still being copied. Pages are most of what writing costs, for
-  `cp` too. Tried and dropped: writing past the page cache (`O_DIRECT`, 2 MB blocks, eight on their
-  way) took 2.5 and 1.8 CPU s/GB without verification, but a disk that is given blocks by hand
-  idles between them: 0.75 and 0.68 of the speed of `cp` (median of five rounds, 2026-11-30).
+  `cp` too. Tried: writing past the page cache (`O_DIRECT`, 2 MB blocks, eight on their way) took
+  2.5 and 1.8 CPU s/GB without verification and was no faster, 0.75 and 0.68 of `cp` (five rounds,
+  2026-11-30). It is not done: blocks must be put together by hand, and network filesystems differ.
 - Verification reads everything back and compares BLAKE3 digests. What still is in the page cache
   is read from there: it proves what was written, not that the disk will return it.
 - A checkpoint with one tensor per expert has tens of thousands of entries. Planning, metadata and
