@@ -70,13 +70,14 @@ def write(figures: Figures) -> None:
         mark = "yes" if goal.met(values) else "no"
         text.append(f"| {goal.what} | {goal.shown()} | {_shown(values)}{goal.unit} | {mark} |")
     text += ["", *_memory(figures), *_coarse(figures), *_baselines(figures)]
+    blake3, cache = _blake3(), 1 / median(figures["page cache GB/s"])
     text.append(
         _HOW.format(
             isal="isal" if _has_isal() else "zlib",
-            blake3=_blake3(),
-            cache=1 / median(figures["page cache GB/s"]),
+            blake3=blake3,
+            cache=cache,
             vector="AVX-512" if _has_avx512() else "none",
-            ceiling=1 / (1 + _blake3() * median(figures["page cache GB/s"])),
+            ceiling=cache / (cache + blake3),
         )
     )
     DOCUMENT.write_text("\n".join(text), "utf-8")

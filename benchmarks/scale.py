@@ -132,9 +132,7 @@ def hollow(names: Sequence[str]) -> Iterator[None]:
             if wanted & set(step.hf):
                 found += write(file, [placed], files)
                 continue
-            prefix, suffix = room.sealed(0)
-            file.write(room.begin, prefix)
-            file.write(room.start + room.nbytes, suffix)
+            room.seal(file, 0)
             found += [(name, _NO_DIGEST) for name in step.hf]
         return found
 

@@ -6,7 +6,7 @@ interpreted here, no cast can happen, and NaN payloads and -0.0 need no care.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -21,6 +21,14 @@ DTYPE_BITS: Mapping[str, int] = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
+
+
+def are_dims(values: Iterable[object]) -> bool:
+    """Whether values that a file gave are sizes or offsets: whole numbers from 0 to 2**63 - 1."""
+    for value in values:  # noqa: SIM110 a generator would take twice as long, and there are 300,000
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            return False
+    return True
 
 
 class TensorSpec(NamedTuple):

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 from mtpconv.errors import MtpconvError
+
+
+def mirrored(url: str, place: Path) -> AbstractContextManager[Callable[[str], str]]:
+    """`named` for the mirror of a URL that `mtpconv.store.remote_dist` makes below `place`."""
+    from mtpconv.store.remote_dist import stand_in  # brings in http and ssl
+
+    return named((stand_in(url, place), url), (place, url.rpartition("/")[0]))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from mtpconv.audit.options import Options, Profile, Sample
 from mtpconv.audit.sides import Sides, open_any, open_sides
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.waivers import read_waivers
-from mtpconv.cli.afar import named
+from mtpconv.cli.afar import mirrored
 from mtpconv.cli.files import require_file
 from mtpconv.cli.terminal import make_progress
 from mtpconv.errors import RefusedError, UnreadableError, UsageError, WriteError
@@ -147,12 +147,11 @@ def _open(
     def local(text: str | None) -> Path | None:
         if text is None or not is_remote(text):
             return None if text is None else Path(text)
-        from mtpconv.store.remote_dist import mirror_any, stand_in  # brings in http and ssl
+        from mtpconv.store.remote_dist import mirror_any  # brings in http and ssl
 
         url = text.rstrip("/")
         place = Path(stack.enter_context(TemporaryDirectory(prefix="mtpconv-headers-")))
-        stands = (stand_in(url, place), url), (place, url.rpartition("/")[0])
-        renaming[text] = stack.enter_context(named(*stands))
+        renaming[text] = stack.enter_context(mirrored(url, place))
         return mirror_any(url, place)
 
     def shown(subject: Subject | None, text: str | None) -> Subject | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from mtpconv.cli.afar import named
+from mtpconv.cli.afar import mirrored, named
 from mtpconv.cli.terminal import human, make_progress, write_json
 from mtpconv.convert import Outcome, hf2mcore, mcore2hf
 from mtpconv.errors import MtpconvError, RefusedError, UsageError, WriteError
@@ -74,14 +74,14 @@ def _download(src: str, write: Callable[..., Outcome]) -> Callable[..., Outcome]
 
     def convert(source: Path, target: Path, *, like: Path | None, **rest: Any) -> Outcome:  # noqa: ARG001
         from mtpconv.store.afar_dist import open_dist_afar
-        from mtpconv.store.remote_dist import stand_in
 
         url = src.rstrip("/")
-        with tempfile.TemporaryDirectory(prefix="mtpconv-") as name:
-            place = Path(name)
-            with named((stand_in(url, place), url), (place, url.rpartition("/")[0])) as renamed:
-                opened = open_dist_afar(url, place, source=like is None)
-                done = write(opened.mirror.path, target, like=like, opened=opened, **rest)
+        with (
+            tempfile.TemporaryDirectory(prefix="mtpconv-") as place,
+            mirrored(url, Path(place)) as renamed,
+        ):
+            opened = open_dist_afar(url, Path(place), source=like is None)
+            done = write(opened.mirror.path, target, like=like, opened=opened, **rest)
         return dataclasses.replace(done, notes=tuple(map(renamed, done.notes)))
 
     return convert

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpconv.convert.agreement import agreed_plan
 from mtpconv.convert.arithmetic import applied, import_arithmetic, require_restored, undone
@@ -67,6 +67,9 @@ from mtpconv.store.source import (
 from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.tensors import TensorSpec
 from mtpconv.view import HfView
+
+if TYPE_CHECKING:  # the network is imported by whoever needs it
+    from mtpconv.store.afar import AfarCheckpoint
 
 #: Units: bytes. A record's zip overhead and its metadata entry, measured 1.1 KB and 0.4 KB.
 RECORD_OVERHEAD = 2048
@@ -275,7 +278,7 @@ def hf2mcore(
     jobs: int | None = None,
     resume: bool = False,
     ranks: Ranks | None = None,
-    opened: HfCheckpoint | None = None,
+    opened: AfarCheckpoint | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Convert an HF folder to a torch_dist checkpoint.
@@ -305,7 +308,7 @@ def hf2mcore(
         opened=opened,
     )
     memory = memory_need(len(work.hf.tensors), TO_MCORE, jobs, ranks)
-    memory += getattr(opened, "memory", 0)  # what a remote folder keeps
+    memory += opened.memory if opened else 0
     reads = places_read(source, mapping)
     if dry_run:
         check_target(target, reads, overwrite=overwrite)
@@ -339,9 +342,8 @@ def hf2mcore(
             verify_digests(back, wanted, digests, progress, ranks=ranks, jobs=crew.jobs)
             require_restored(back)
         snapshot.require_unchanged()
-        unchanged = getattr(opened, "require_unchanged", None)
-        if unchanged is not None:  # a remote folder, which the snapshot does not see
-            unchanged()
+        if opened is not None:  # the snapshot is of its mirror
+            opened.require_unchanged()
         taken_over = sum(ranks.gather("verified", out.taken_over))
         if ranks.is_first:
             write_tracker(out.folder, "release" if iteration is None else iteration)

@@ -352,7 +352,7 @@ def _write_shards(
 def outcome_of(
     work: McoreToHf,
     source: Path,
-    target: Path,
+    target: Path | str,
     *,
     memory: int,
     seconds: float = 0.0,

@@ -19,8 +19,7 @@ from mtpconv.mapping.layouts import Layout
 from mtpconv.mapping.plan import Plan, Step
 from mtpconv.progress import Progress
 from mtpconv.ranks import share
-from mtpconv.store.content import Run, run_blocks
-from mtpconv.store.crc import crc32
+from mtpconv.store.crc_check import crc_of
 from mtpconv.store.crew import Crew
 from mtpconv.store.dequant import HfTensors
 from mtpconv.store.dist_metadata_writer import write_metadata
@@ -209,10 +208,7 @@ class _File:
 
 
 def _is_whole(path: Path, room: Room, files: Files) -> bool:
-    crc = 0
-    for block in run_blocks([Run(0, room.nbytes, path, room.start)], files):
-        crc = crc32(block, crc)
-    prefix, suffix = room.sealed(crc)
+    prefix, suffix = room.sealed(crc_of(path, room.start, room.nbytes, files))
     for at, wanted in ((room.begin, prefix), (room.start + room.nbytes, suffix)):
         with files.buffer(len(wanted)) as found:
             files.read_into(path, at, found)

@@ -236,6 +236,4 @@ def _write_large(file: NewFile, record: Record, room: Room, files: Files, found:
                 number += 1
                 left = operands[number][1] if number < len(operands) else 0
     found += [(name, hasher.hexdigest()) for name, _, hasher in operands]
-    prefix, suffix = room.sealed(crc)
-    file.write(room.begin, prefix)
-    file.write(room.start + room.nbytes, suffix)
+    room.seal(file, crc)

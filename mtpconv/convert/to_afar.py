@@ -77,7 +77,7 @@ def mcore2hf_afar(
     )  # fmt: skip
     memory = memory_need(len(work.names), TO_HF, jobs, Ranks()) + (opened.memory if opened else 0)
     if dry_run:
-        return outcome_of(work, source, Path(url), memory=memory, dry_run=True)
+        return outcome_of(work, source, url, memory=memory, dry_run=True)
     with tempfile.TemporaryDirectory(prefix="mtpconv-") as place, Crew(jobs) as crew:
         rest = Path(place, "rest")
         rest.mkdir()
@@ -107,7 +107,7 @@ def mcore2hf_afar(
             clean()
             raise
     return outcome_of(
-        work, source, Path(url), memory=memory, seconds=time.monotonic() - started,
+        work, source, url, memory=memory, seconds=time.monotonic() - started,
         verified=verify,
     )  # fmt: skip
 

@@ -69,9 +69,8 @@ class Layout:
     """Dialects applied in the order of `DIALECTS`; none at all is the tables' own spelling."""
 
     dialects: tuple[Dialect, ...] = ()
-    #: addresses of one geometry, which checks, readers and writers all ask for
-    _known: dict[str, Address] = field(default_factory=dict, compare=False, repr=False)
-    _known_for: list[Shape] = field(default_factory=list, compare=False, repr=False)
+    #: addresses by numbers of layers and experts: checks, readers and writers all ask for them
+    _known: dict[Shape, dict[str, Address]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -82,13 +81,10 @@ class Layout:
 
     def address(self, key: str, geometry: Geometry) -> Address:
         """Where the tensor that tables call `key` lies."""
-        counts = [(geometry.layers, geometry.experts)]
-        if self._known_for != counts:
-            self._known.clear()
-            self._known_for[:] = counts
-        found = self._known.get(key)
+        known = self._known.setdefault((geometry.layers, geometry.experts), {})
+        found = known.get(key)
         if found is None:
-            found = self._known[key] = self._spell(key, geometry)
+            found = known[key] = self._spell(key, geometry)
         return found
 
     def _spell(self, key: str, geometry: Geometry) -> Address:

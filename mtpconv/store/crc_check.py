@@ -44,6 +44,14 @@ class Range(NamedTuple):
         )
 
 
+def crc_of(file: Store, start: int, nbytes: int, files: Files) -> int:
+    """The CRC-32 of a stretch of a file. Raises: UnreadableError if the file ends early."""
+    crc = 0
+    for block in run_blocks([Run(0, nbytes, file, start)], files):
+        crc = crc32(block, crc)
+    return crc
+
+
 class CrcCheck:
     """The ranges of a checkpoint; `saw` takes what is read, of any file, from any thread."""
 
@@ -166,11 +174,8 @@ class CrcCheck:
                 self._settle(number, crc, one.crcs[number - first])
 
     def _crc(self, number: int, files: Files) -> tuple[int, int]:
-        crc = 0
         found = self.range(number)
-        for block in run_blocks([Run(0, found.nbytes, found.file, found.start)], files):
-            crc = crc32(block, crc)
-        return number, crc
+        return number, crc_of(found.file, found.start, found.nbytes, files)
 
     def range(self, number: int) -> Range:
         """A range by its number."""

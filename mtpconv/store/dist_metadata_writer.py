@@ -105,7 +105,7 @@ class _MetadataWriter(PickleWriter):
 
     def size(self, values: tuple[int, ...]) -> None:
         """A `torch.Size`."""
-        self.raw(self._memo.get(values) or self.numbers(values, self.name(_SIZE)))
+        self.raw(self.numbers(values, _SIZE))
 
     def entry(self, records: list[Written]) -> None:
         """What `state_dict_metadata` says about a key."""

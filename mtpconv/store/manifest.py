@@ -26,7 +26,7 @@ from mtpconv.store.checkpoint import Checkpoint, Chunk, Problem
 from mtpconv.store.content import Pieced
 from mtpconv.store.digest import Progress, digest_tensors
 from mtpconv.store.json_text import read_json
-from mtpconv.tensors import DTYPE_BITS, Shape, TensorSpec
+from mtpconv.tensors import DTYPE_BITS, Shape, TensorSpec, are_dims
 
 MANIFEST_FORMAT = "mtpconv-manifest"
 MANIFEST_VERSION = 1
@@ -271,7 +271,7 @@ def _rows(rows: object, path: Path) -> tuple[dict[str, TensorSpec], dict[str, st
             or dtype not in DTYPE_BITS
             or not isinstance(shape, list)
             or len(shape) > 64
-            or not _are_dims(shape)
+            or not are_dims(shape)
             or not _is_hex(digest)
         ):
             _refuse(path, f"{name[:200]!r} has no valid dtype, shape or digest")
@@ -279,13 +279,6 @@ def _rows(rows: object, path: Path) -> tuple[dict[str, TensorSpec], dict[str, st
         tensors[name] = specs.setdefault(spec, spec)
         digests[name] = digest
     return tensors, digests
-
-
-def _are_dims(shape: list[object]) -> bool:
-    for n in shape:  # noqa: SIM110 a generator would take twice as long
-        if type(n) is not int or not 0 <= n < 1 << 63:
-            return False
-    return True
 
 
 def _quoted(name: str) -> str:

@@ -55,15 +55,15 @@ class PickleWriter:
             return known
         return f"c{value.module}\n{value.name}\n".encode() + self._remember(value)
 
-    def numbers(self, value: tuple[int, ...], call: bytes) -> bytes:
-        """What `call` makes of a tuple of numbers; the second time a reference to the first.
+    def numbers(self, value: tuple[int, ...], of: Global) -> bytes:
+        """What a class makes of a tuple of numbers; the second time a reference to the first.
 
-        Law: as `text`; `call` is the same for all tuples.
+        Law: as `text`; `of` is the same for all tuples.
         """
         known = self._memo.get(value)
         if known is not None:
             return known
-        return call + integers(value) + b"\x85R" + self._remember(value)
+        return self.name(of) + integers(value) + b"\x85R" + self._remember(value)
 
     def _remember(self, value: str | Global | tuple[int, ...]) -> bytes:
         index = len(self._memo)

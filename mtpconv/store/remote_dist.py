@@ -149,8 +149,9 @@ def _mirror_iteration(
             marks[name] = remote.mark(name)  # first: a change while it is fetched is one, too
             fetch_file(remote, url, name, folder)
     said = DistMetadata()
-    with suppress(UnreadableError):  # the reader of local folders says what is wrong with it
-        said = read_metadata((folder / METADATA).read_bytes())
+    if listed is None or COMMON not in marks:  # else nobody asks, and it takes seconds
+        with suppress(UnreadableError):  # the reader of local folders says what is wrong with it
+            said = read_metadata((folder / METADATA).read_bytes())
     files = {place.file for place in said.places}
     if listed is not None:
         files = {n for n in listed if n.endswith(".distcp") and "/" not in n}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mtpconv.errors import UnreadableError
-from mtpconv.tensors import DTYPE_BITS, TensorSpec
+from mtpconv.tensors import DTYPE_BITS, TensorSpec, are_dims
 
 #: Largest header that is read.
 #: Source: safetensors/src/tensor.rs, MAX_HEADER_SIZE, version 0.8, read 2026-11-29.
@@ -23,7 +23,6 @@ MAX_HEADER_BYTES = 100_000_000
 _BYTES_PER_BRACKET = 12
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _MAX_RANK = 64
-_MAX_DIM = 2**63 - 1
 
 _LFS_POINTER = b"version https://git-lfs"
 _MAX_LINK_TEXT = 4096
@@ -207,9 +206,9 @@ def _entry(name: str, entry: object, path: Path) -> tuple[TensorSpec, tuple[int,
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or dtype not in DTYPE_BITS:
         _refuse(path, f"{plain(name)} has the unknown dtype {str(dtype)[:40]!r}")
-    if not isinstance(shape, list) or len(shape) > _MAX_RANK or not _are_dims(shape):
+    if not isinstance(shape, list) or len(shape) > _MAX_RANK or not are_dims(shape):
         _refuse(path, f"{plain(name)} has no valid shape")
-    if not isinstance(span, list) or len(span) != 2 or not _are_dims(span):
+    if not isinstance(span, list) or len(span) != 2 or not are_dims(span):
         _refuse(path, f"{plain(name)} has no valid data_offsets")
     begin, end = span
     bits = prod(shape) * DTYPE_BITS[dtype]
@@ -238,13 +237,6 @@ def _check_tiling(
         )
     if at < payload:
         _refuse(path, f"has {payload - at} bytes after its last tensor")
-
-
-def _are_dims(values: list[object]) -> bool:
-    for value in values:  # noqa: SIM110 a generator would take twice as long
-        if type(value) is not int or not 0 <= value <= _MAX_DIM:
-            return False
-    return True
 
 
 def _is_unicode(name: str) -> bool:

@@ -63,6 +63,12 @@ class Room(NamedTuple):
         prefix, suffix = self.frame.sealed(crc)
         return prefix.rjust(self.start - self.begin, b"\0"), suffix
 
+    def seal(self, file: NewFile, crc: int) -> None:
+        """Complete a record around data that are in the file. Raises: WriteError."""
+        prefix, suffix = self.sealed(crc)
+        file.write(self.begin, prefix)
+        file.write(self.start + self.nbytes, suffix)
+
 
 class TorchDistWriter:
     """Writes one file into a folder that exists.
@@ -115,15 +121,6 @@ class TorchDistWriter:
         begin, offset = self._place(key, frame.length, spec.dtype, spec.shape, box)
         return Room(begin, offset + len(frame.prefix), frame)
 
-    def commit(self, room: Room, crc: int) -> None:
-        """Complete the record around data that are in place; `crc` is their CRC-32.
-
-        Raises: WriteError.
-        """
-        prefix, suffix = room.sealed(crc)
-        self.file.write(room.begin, prefix)
-        self.file.write(room.start + room.nbytes, suffix)
-
     def write(self, key: str, spec: TensorSpec, box: Box, blocks: Iterable[Any]) -> None:
         """Write a box of the tensor `key` from blocks of bytes, in C order.
 
@@ -152,7 +149,7 @@ class TorchDistWriter:
             prefix, suffix = room.sealed(crc)
             self.file.write(room.begin, b"".join((prefix, *small, suffix)))
         else:
-            self.commit(room, crc)
+            room.seal(self.file, crc)
 
     def write_object(self, key: str, value: Any) -> None:
         """Write a bytes entry: `[None]` for an `_extra_state` that holds nothing.

@@ -107,7 +107,7 @@ def test_reserved_room_may_be_filled_by_others_in_any_order(tmp_path: Path) -> N
             room = rooms[n]
             assert (room.nbytes, room.start % 64) == (400, 0)
             writer.file.write(room.start, data[n])
-            writer.commit(room, zlib.crc32(data[n]))
+            room.seal(writer.file, zlib.crc32(data[n]))
         records = writer.close()
         finish(tmp_path, records)
     assert sound_archives(tmp_path, records)
