@@ -32,9 +32,17 @@ class Place:
 
     def converted(self) -> Path:
         """The same as torch_dist."""
-        target = self.folder / "large_mcore"
+        return self._converted(self.large())
+
+    def coarse(self) -> tuple[Path, Path]:
+        """As many bytes in a tenth of the tensors, in both formats."""
+        hf = model.coarse(self.folder / "coarse")
+        return hf, self._converted(hf)
+
+    def _converted(self, hf: Path) -> Path:
+        target = hf.with_name(f"{hf.name}_mcore")
         if not target.exists():
-            m.mtpconv("hf2mcore", self.large(), target, "--quiet", "--no-verify")
+            m.mtpconv("hf2mcore", hf, target, "--quiet", "--no-verify")
         return target
 
 
@@ -106,10 +114,8 @@ def conversion(place: Place) -> Figures:
 
 def coarse(place: Place) -> Figures:
     """The same in a tenth of the tensors: what is paid for each byte, not for each tensor."""
-    hf, mcore = model.coarse(place.folder / "coarse"), place.folder / "coarse_mcore"
+    hf, mcore = place.coarse()
     size = m.size_of(hf)
-    if not mcore.exists():
-        m.mtpconv("hf2mcore", hf, mcore, "--quiet", "--no-verify")
     costs = _conversions(place, hf, mcore)
     figures: Figures = {"coarse gigabytes": [size / 1e9]}
     figures["coarse cp CPU s/GB"] = [c.cpu / size * 1e9 for c in costs["cp"]]
@@ -145,8 +151,17 @@ take_manifest(opened, opened.path, opened.format, workers=int(sys.argv[2]))
 
 def audit(place: Place) -> Figures:
     """Reading: digests of one side, two sides, and across the formats."""
-    hf, mcore = place.large(), place.converted()
-    twin = place.folder / "large_twin"
+    return _audits(place, place.large(), place.converted())
+
+
+def coarse_audit(place: Place) -> Figures:
+    """The same with larger tensors."""
+    found = _audits(place, *place.coarse())
+    return {f"coarse {name}": values for name, values in found.items()}
+
+
+def _audits(place: Place, hf: Path, mcore: Path) -> Figures:
+    twin = hf.with_name(f"{hf.name}_twin")
     if not twin.exists():
         m.copy(hf, twin)
 
@@ -347,5 +362,6 @@ def _installed(module: str) -> bool:
 
 CASES: dict[str, Callable[[Place], Figures]] = {
     "conversion": conversion, "coarse": coarse, "memory": memory, "audit": audit,
+    "coarse-audit": coarse_audit,
     "planning": planning, "starting": starting, "baselines": baselines,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 
 from mtpconv.convert import hf2mcore
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.parity import runtime
 from mtpconv.parity.picture import render_html
 from mtpconv.parity.render import render_json, render_text

@@ -24,14 +24,19 @@ PAGE = mmap.PAGESIZE
 
 @dataclass
 class Cost:
-    """What one run took. Units: seconds, seconds, bytes, bytes."""
+    """What one run took. Units: seconds and bytes."""
 
     wall: float
     cpu: float = 0.0
+    #: what of it was not spent in the kernel, where a page of a new file may cost ten times as much
+    user: float = 0.0
     #: anonymous memory at its peak, looked at 50 times a second
     anonymous: int = 0
     #: resident memory at its peak, mapped files included
     resident: int = 0
+    #: bytes that it read and wrote through system calls
+    read: int = 0
+    written: int = 0
 
 
 def touch_memory(nbytes: int) -> None:
@@ -56,6 +61,8 @@ def run(command: Sequence[str], quiet: bool = True) -> Cost:
     peak = _Peak(process.pid)
     assert process.stderr is not None
     said = process.stderr.read().decode()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # /proc still knows it
+    moved = Path(f"/proc/{process.pid}/io").read_text()
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.monotonic() - begun
     peak.stop()
@@ -63,7 +70,10 @@ def run(command: Sequence[str], quiet: bool = True) -> Cost:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit {process.returncode}: {said}")
-    return Cost(wall, usage.ru_utime + usage.ru_stime, peak.anonymous, peak.resident)
+    return Cost(
+        wall, usage.ru_utime + usage.ru_stime, usage.ru_utime, peak.anonymous, peak.resident,
+        *(int(line.split()[1]) for line in moved.splitlines()[:2]),  # rchar, wchar
+    )  # fmt: skip
 
 
 def _environment() -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.synth import shrink, synth
 
 CONFIGS = Path(__file__).resolve().parent.parent / "fixtures" / "configs"

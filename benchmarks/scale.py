@@ -20,17 +20,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
+
+import numpy as np
 
 from benchmarks import model
 from benchmarks.measure import ROOT, median, remove
 from mtpconv.convert import hf2mcore, mcore2hf, record_files, records, shards
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.store.content import Files, blocks
 from mtpconv.store.hf import open_hf
 from mtpconv.store.hf_writer import index_bytes, make_headers
 from mtpconv.store.new_file import NewFile
-from mtpconv.synth import tensor_bytes
 from mtpconv.tensors import TensorSpec
 from mtpconv.view import HfView
 
@@ -107,13 +109,18 @@ def far_ends(inventory: dict[str, TensorSpec]) -> list[str]:
     return [n for n in dict.fromkeys([*wanted, middle, *experts]) if n in inventory]
 
 
+def content(name: str, spec: TensorSpec) -> bytes:
+    """Seeded bytes of a tensor; of 2 GB in a second."""
+    return np.random.default_rng(crc32(name.encode())).bytes(spec.nbytes)
+
+
 def put(folder: Path, names: Sequence[str]) -> None:
     """Seeded bytes into some tensors of a sparse folder."""
     hf = open_hf(folder)
     for name in names:
         (chunk,) = hf.chunks(name)
         fd = os.open(chunk.file, os.O_WRONLY)
-        os.pwrite(fd, tensor_bytes(name, hf.tensors[name], 0), chunk.start)
+        os.pwrite(fd, content(name, hf.tensors[name]), chunk.start)
         os.close(fd)
 
 
@@ -136,10 +143,12 @@ def hollow(names: Sequence[str]) -> Iterator[None]:
             found += [(name, _NO_DIGEST) for name in step.hf]
         return found
 
-    def copy_tensors(shard: shards.Shard, tensors: Sequence[Any], files: Files) -> list[Any]:
+    def copy_tensors(
+        shard: shards.Shard, tensors: Sequence[Any], files: Files, *, digest: bool
+    ) -> list[Any]:
         for tensor in tensors:
             if tensor.name in wanted:
-                copy(shard, [tensor], files)
+                copy(shard, [tensor], files, digest=digest)
             elif tensor.what.spec.nbytes:  # its last byte: the file gets its length
                 shard.out.write(tensor.at + tensor.what.spec.nbytes - 1, memoryview(b"\0"))
         return []
@@ -162,7 +171,7 @@ def hollow(names: Sequence[str]) -> Iterator[None]:
 def require_same(read: Callable[[str], bytes], names: Sequence[str], specs: Any) -> None:
     """Every tensor that was really copied has its bytes. Raises: SystemExit."""
     for name in names:
-        if read(name) != tensor_bytes(name, specs[name], 0):
+        if read(name) != content(name, specs[name]):
             raise SystemExit(f"{name}: has other bytes after the conversion")
 
 

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -35,6 +36,12 @@ _LAUNCHERS = (
 )
 #: Units: seconds between two signs of life.
 _BEAT = 2.0
+#: Units: seconds of waiting before the user is told for whom.
+_SILENCE = 5.0
+#: What ranks write where they meet, and its parts.
+_OURS = re.compile(r"\.?(beat|go|failed|left|stage\d+)(\.\d+)*")
+#: Ranks that a line names.
+_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,8 @@ READING = Loss(
 class Ranks:
     """One rank among `size`; with one rank nothing is written and nobody is waited for.
 
-    `patience` is how many seconds a rank may show no sign of life.
+    `patience` is how many seconds a rank may show no sign of life; `tell` gets a line when the
+    others let this one wait.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class Ranks:
         self._beating: threading.Thread | None = None
         self._over = threading.Event()
         self._signs: dict[int, tuple[str, float]] = {}
+        self.tell: Callable[[str], object] = lambda _: None
 
     @property
     def is_first(self) -> bool:
@@ -132,7 +141,7 @@ class Ranks:
         nonce = secrets.token_hex(8)
         if self.is_first:
             found = [path.name for path in place.iterdir()] if place.exists() else []
-            if found and not any("beat." in name for name in found):
+            if not all(_OURS.fullmatch(name) for name in found):
                 raise UsageError(
                     f"{place}: is in the way and was not made by mtpconv; move it elsewhere or "
                     f"{self._loss.elsewhere}"
@@ -142,17 +151,21 @@ class Ranks:
         self._place = place
         self._beating = threading.Thread(target=self._beat, args=(nonce,), daemon=True)
         self._beating.start()
-        end = time.monotonic() + self._patience
+        begun = time.monotonic()
+        told = False
         while not (self._all_here() if self.is_first else self._is_expected(nonce)):
-            if time.monotonic() > end:
-                absent = [0]  # who has not answered
-                if self.is_first:
-                    beats = {r: self._read(f"beat.{r}") for r in range(self.size)}
-                    absent = [r for r, b in beats.items() if b.get("launch") != self._launch]
+            waited = time.monotonic() - begun
+            if waited > self._patience:
                 raise self._loss.error(
-                    f"rank {', '.join(map(str, absent))} of {self.size} did not come within "
+                    f"rank {self._listed(self._absent())} did not come within "
                     f"{self._patience:.0f} s; {self._loss.absent}"
                 )
+            if waited > _SILENCE and not told:
+                self.tell(
+                    f"waiting for rank {self._listed(self._absent())} to come, "
+                    f"at most {self._patience:.0f} s"
+                )
+                told = True
             time.sleep(0.05)
 
     def gather(self, stage: str, value: T) -> list[T]:
@@ -240,15 +253,31 @@ class Ranks:
         self._put("go", {str(rank): beat["nonce"] for rank, beat in enumerate(beats)})
         return True
 
+    def _absent(self) -> list[int]:
+        """Who has not answered yet."""
+        if not self.is_first:
+            return [0]
+        beats = {rank: self._read(f"beat.{rank}") for rank in range(self.size)}
+        return [rank for rank, beat in beats.items() if beat.get("launch") != self._launch]
+
+    def _listed(self, ranks: Sequence[int]) -> str:
+        more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+        return f"{', '.join(map(str, ranks[:_LISTED]))}{more} of {self.size}"
+
     def _is_expected(self, nonce: str) -> bool:
         return self._read("go").get(str(self.rank)) == nonce
 
     def _wait(self, ready: Callable[[], bool], come: Collection[int]) -> None:
         """Wait until `ready`, as long as all who have not `come` live."""
         begun = time.monotonic()
+        told = False
         pause = 0.01
         while not ready():
-            for rank in set(range(self.size)) - {self.rank, *come}:
+            absent = sorted(set(range(self.size)) - {self.rank, *come})
+            if absent and not told and time.monotonic() - begun > _SILENCE:
+                self.tell(f"waiting for rank {self._listed(absent)}")
+                told = True
+            for rank in absent:
                 why = self._read(f"failed.{rank}").get("why")
                 if why is not None:
                     raise self._loss.error(f"rank {rank} failed ({why}); {self._loss.lost}")

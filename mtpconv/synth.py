@@ -20,11 +20,11 @@ from mtpconv.errors import UnsupportedError, UsageError
 from mtpconv.geometry import EXPERT_FIELDS, MTP_FIELDS, read_geometry, text_config
 from mtpconv.geometry.config import MTP_PATTERN_FIELDS
 from mtpconv.mapping.plan import Plan
+from mtpconv.store.durable import write_bytes
 from mtpconv.store.fp8 import Grid
 from mtpconv.store.fp8_tensors import SCALE, Quantised, quantisation, with_scales
 from mtpconv.store.hf_writer import index_bytes, make_header, write_shard
 from mtpconv.store.safetensors_header import ShardHeader
-from mtpconv.store.source import write_bytes
 from mtpconv.tensors import TensorSpec
 
 #: Widths of a shrunken model; fields a config does not have stay absent.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ class TensorSpec(NamedTuple):
         return prod(self.shape)
 
     @property
+    @lru_cache(4096)  # noqa: B019 asked ten times a tensor, and a model has few different ones
     def nbytes(self) -> int:
         """Bytes on disk, sub-byte dtypes packed."""
         return self.elements * DTYPE_BITS[self.dtype] // 8

@@ -10,7 +10,7 @@ from typing import Any
 
 from mtpconv.geometry import EXPERT_FIELDS, read_geometry
 from mtpconv.mapping.plan import Plan, make_plan
-from mtpconv.mapping.table import find_table, table_names
+from mtpconv.mapping.table_reader import find_table, table_names
 from mtpconv.synth import fewer, shrink, synth
 from tests.conftest import ROOT
 

@@ -55,13 +55,20 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("document", _documents(make=False))
+#: Documents that run models.
+_SLOW = ("docs/parity.md", "docs/speculative.md")
+
+
+@pytest.mark.parametrize("document", [
+    pytest.param(d, marks=[pytest.mark.slow, pytest.mark.timeout(900)]) if d in _SLOW else d
+    for d in _documents(make=False)
+])  # fmt: skip
 def test_the_commands_of_a_document_do_what_it_shows(
     document: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     for block in _blocks():
         if block.document == document and block.runs and not block.uses_make:
-            run(block, tmp_path, environment, limit=60)
+            run(block, tmp_path, environment, limit=300 if document in _SLOW else 60)
 
 
 @pytest.mark.slow

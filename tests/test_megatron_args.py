@@ -19,7 +19,7 @@ from mtpconv.errors import RefusedError, UnsupportedError
 from mtpconv.geometry import read_geometry
 from mtpconv.mapping.layouts import addresses, layout_of
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.megatron_args import (
     FLAGLESS,
     RENAMED,

@@ -16,7 +16,7 @@ from mtpconv.convert import hf2mcore
 from mtpconv.errors import UnsupportedError, UsageError
 from mtpconv.geometry import read_geometry, text_config
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.synth import fewer, released, shrink, synth
 from tests.conftest import ROOT
 

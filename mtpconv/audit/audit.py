@@ -17,6 +17,7 @@ from mtpconv.audit.files import (
     padding_findings,
     record_findings,
     reference_findings,
+    source_findings,
 )
 from mtpconv.audit.finding import Compared, Finding, Report, Tier
 from mtpconv.audit.hints import find_hints
@@ -105,6 +106,7 @@ def _audit_pair(
         findings += difference_findings(found, before, after, regions, excused, hints)
     if options.read_bytes:
         findings += [f for side in (before, after) for f in padding_findings(side)]
+        findings += source_findings(after)
     failures = list(failure_findings(found.failures, before, after))
     findings += [f for side, f in failures if side == "after"]
     whole = options.sample is None
@@ -169,13 +171,13 @@ def _audit_single(
     complete = list(completeness_findings(after, regions, missing))
     parts = missing_parts(after, missing, complete)
     findings += complete
-    if after.config is None and after.format == "hf":
-        findings += _no_config(after)
+    findings += _no_config(after)
     content: list[Finding] = []
     nbytes = 0
     if options.read_bytes and after.has_bytes:
         records = list(record_findings(after))
         findings += records
+        findings += source_findings(after)
         if not records:
             findings += padding_findings(after)
             nbytes, failures, content = _look_at_values(after, regions, progress, ranks)
@@ -247,8 +249,7 @@ def _config_findings(
 ) -> Iterator[Finding]:
     if "config" in options.allow:
         return
-    if after.config is None and after.format == "hf":
-        yield from _no_config(after)
+    yield from _no_config(after)
     if ARGS in (before.config_source, after.config_source):
         yield from compare_promises(before, after, regions, found.missing)
         yield from args_findings(before, after)
@@ -260,10 +261,14 @@ def _config_findings(
 
 
 def _no_config(after: Subject) -> Iterator[Finding]:
+    """An HF folder, or the manifest of one, that does not say what model it is."""
+    if after.config is not None or after.config_source == ARGS:
+        return
     if not any(p.file == "config.json" and not p.warning for p in after.problems):
+        folder = "was taken of a folder without" if after.format == "manifest" else "has no"
         yield finding(
             "config_missing", "error",
-            f"{after.path}: has no config.json; no loader can open it. Copy it from the source",
+            f"{after.path}: {folder} config.json; no loader can open it. Copy it from the source",
             file="config.json",
         )  # fmt: skip
 

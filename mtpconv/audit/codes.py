@@ -26,6 +26,7 @@ CODES: Mapping[str, str] = {
     "index_ambiguous": "F09",
     "duplicate_key_in_config": "F10",
     "config_missing": "F11",
+    "source_damaged": "F12",
     "config_mismatch": "C01",
     "config_contradiction": "C02",
     "mtp_missing": "P01",

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from mtpconv.audit.codes import CODES, finding
 from mtpconv.audit.finding import Finding, Severity
 from mtpconv.audit.subject import Subject
+from mtpconv.errors import UnreadableError
 from mtpconv.store.checkpoint import Problem
+from mtpconv.store.source_seal import saved_manifest, source_faults
 
 #: Faults after which the reference no longer says what the right bytes are.
 _SPOILS_REFERENCE = frozenset(
@@ -38,6 +40,21 @@ def padding_findings(subject: Subject) -> Iterator[Finding]:
             tensor=name, before=shape, after=[shape[0] + rows, *shape[1:]],
             region=subject.naming.region(name),
         )  # fmt: skip
+
+
+def source_findings(subject: Subject) -> Iterator[Finding]:
+    """Files of `hf_source` that are not as they were saved; takes a read of them."""
+    source = subject.source
+    if source is None or subject.afar:
+        return
+    try:
+        for fault in source_faults(source, saved_manifest(source)):
+            yield finding(
+                "source_damaged", "error", f"{fault.file}: {fault.what}; mcore2hf refuses it",
+                file=fault.file.name,
+            )  # fmt: skip
+    except UnreadableError as error:
+        yield finding("source_damaged", "error", str(error))
 
 
 def reference_findings(subject: Subject) -> Iterator[Finding]:

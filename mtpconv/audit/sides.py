@@ -31,18 +31,19 @@ from mtpconv.errors import (
     UsageError,
 )
 from mtpconv.geometry import read_geometry
-from mtpconv.mapping.check import is_carried, left_out
+from mtpconv.mapping.check import is_carried, left_out, own_table
 from mtpconv.mapping.layouts import as_stored, detect_layout
 from mtpconv.mapping.plan import Plan, make_plan, promised_names
-from mtpconv.mapping.table import Table, find_table, read_table
+from mtpconv.mapping.table import Table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.store.checkpoint import Problem
 from mtpconv.store.dequant import Dequantised
-from mtpconv.store.dist_folder import is_torch_dist
+from mtpconv.store.dist_folder import is_parent, is_torch_dist
 from mtpconv.store.fp8_tensors import find_fp8, quantisation, refuse_others
 from mtpconv.store.hf import CONFIG_NAME, HfCheckpoint, open_hf
 from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.manifest import Manifest, read_manifest
-from mtpconv.store.source import find_source
+from mtpconv.store.source import HfSource, find_source
 from mtpconv.view import HfView
 
 Opened = HfCheckpoint | MegatronCheckpoint | Manifest
@@ -68,7 +69,9 @@ def open_any(path: Path, *, headers_only: bool = False, like: Opened | None = No
     if path.is_file():
         return read_manifest(path)
     # A folder with shards is HF whatever else it holds; Megatron's never have any.
-    if next(path.glob("*.safetensors*"), None) is None and is_torch_dist(path):
+    if next(path.glob("*.safetensors*"), None) is None and (
+        is_torch_dist(path) or is_parent(path)  # of several: opening says what to name
+    ):
         return open_megatron(path)
     expected = like.shards if isinstance(like, HfCheckpoint) else None
     return open_hf(path, compare_duplicates=not headers_only, expected=expected)
@@ -88,7 +91,7 @@ def open_sides(
     two formats meet and no table translates between them.
     """
     if mapping is not None:
-        read_table(mapping)  # a typo must not pass where no table is needed
+        own_table(mapping)  # a typo must not pass where no table is needed
     right = open_any(after, headers_only=headers_only)
     left = None
     if before is not None:
@@ -99,12 +102,18 @@ def open_sides(
     if left is None and len(formats) == 1:
         return Sides(None, _alone(right, mapping), _plain(origin))
     if len(formats) == 1:
-        return Sides(_plain(left), _plain(right) or _alone(right, mapping), _plain(origin))
+        new_side = _must(_plain(right))
+        if isinstance(right, MegatronCheckpoint):
+            new_side = _travelling(new_side, *_source_of(right))
+        return Sides(_plain(left), new_side, _plain(origin))
     sides = [o for o in (left, right, origin) if o is not None]
     plan = _shared_plan(sides, mapping)
     held = _held(plan, sides)
     digests = any(isinstance(o, Manifest) for o in sides)
-    old, new, base_seen = (_seen(o, plan, held, digests=digests) for o in (left, right, origin))
+    old, new, base_seen = (
+        None if o is None else _seen(o, plan, held, sides, digests=digests)
+        for o in (left, right, origin)
+    )
     if old is None:
         new = _must(new)
         new = replace(new, expected=_expected(plan, new.tensors))
@@ -121,7 +130,7 @@ def _shared_plan(opened: Sequence[Opened], mapping: Path | None) -> Plan:
                 )
             return _plan(one.config, mapping, one.tensors.keys())
     for one in opened:  # torch_dist against legacy
-        source = find_source(one.path)
+        source = _source_of(one)[0]
         if source is not None:
             return _plan(source.config, mapping, source.names)
     raise UnsupportedError(
@@ -214,7 +223,7 @@ def _plan(config: Mapping[str, Any], mapping: Path | None, present: Collection[s
 
 def _table(config: Mapping[str, Any], mapping: Path | None) -> Table:
     if mapping is not None:
-        return read_table(mapping)
+        return own_table(mapping)
     try:
         return find_table(str(config.get("model_type")))
     except UsageError as error:
@@ -245,15 +254,33 @@ def _alone(opened: Opened, mapping: Path | None) -> Subject:
         subject = _must(_plain(opened))
         problems = (*subject.problems, *faults)
         return _promising(replace(subject, expected=expected, problems=problems), opened.config)
-    source = find_source(opened.path)
+    source, fault = _source_of(opened)
     if source is None:
-        return torch_dist_subject(opened)
+        return _travelling(torch_dist_subject(opened), None, fault)
     try:
         plan = _plan(source.config, mapping, source.names)
     except UnsupportedError:
-        return torch_dist_subject(opened)
+        return _travelling(torch_dist_subject(opened), source)
     view = HfView(opened, plan, carried=source.carried)
-    return _promising(view_subject(view, _expected(plan, view.tensors)), source.config)
+    subject = _travelling(view_subject(view, _expected(plan, view.tensors)), source)
+    return _promising(subject, source.config)
+
+
+def _source_of(
+    opened: Opened, others: Sequence[Opened] = ()
+) -> tuple[HfSource | None, Problem | None]:
+    """What travelled with a checkpoint, or what is wrong with it; one of `others` may be alike."""
+    known = next((o.shards for o in others if isinstance(o, HfCheckpoint)), {})
+    try:
+        return find_source(opened.path, known), None
+    except UnreadableError as error:
+        return None, Problem("source_damaged", str(error))
+
+
+def _travelling(subject: Subject, source: HfSource | None, fault: Problem | None = None) -> Subject:
+    """The side with what travelled with it."""
+    faults = () if fault is None else (fault,)
+    return replace(subject, source=source, problems=(*subject.problems, *faults))
 
 
 def _promising(subject: Subject, config: Mapping[str, Any] | None) -> Subject:
@@ -273,7 +300,9 @@ def _plain(opened: Opened | None) -> Subject | None:
     return torch_dist_subject(opened)
 
 
-def _seen(opened: Opened | None, plan: Plan, held: Plan, *, digests: bool) -> Subject | None:
+def _seen(
+    opened: Opened, plan: Plan, held: Plan, sides: Sequence[Opened], *, digests: bool
+) -> Subject:
     """A side under HF names; `held`: as `_held`, `digests`: some other side has no bytes."""
     if not isinstance(opened, MegatronCheckpoint):
         if isinstance(opened, Manifest) and opened.source_format != "hf":
@@ -281,17 +310,16 @@ def _seen(opened: Opened | None, plan: Plan, held: Plan, *, digests: bool) -> Su
                 f"{opened.path}: is a manifest of Megatron tensors; without their bytes they "
                 "cannot be compared with HF tensors, give the checkpoint itself"
             )
-        if opened is not None:  # by value codes are compared for block FP8 only
-            refuse_others(opened.tensors, quantisation(opened.config or {}), str(opened.path))
-        if isinstance(opened, Manifest | HfCheckpoint) and _has_fp8(opened):
-            subject: Subject | None = _seen_fp8(opened, plan)
-        else:
-            subject = _plain(opened)
-        return subject if subject is None or digests else as_megatron(subject, held)
-    source = find_source(opened.path)
+        # By value codes are compared for block FP8 only.
+        refuse_others(opened.tensors, quantisation(opened.config or {}), str(opened.path))
+        subject = _seen_fp8(opened, plan) if _has_fp8(opened) else _must(_plain(opened))
+        return subject if digests else as_megatron(subject, held)
+    source, fault = _source_of(opened, sides)
     carried = source.carried if source else None
     view = HfView(opened, plan, carried=carried)
-    return as_hf(view, carried) if digests else view_subject(view, ours=source is not None)
+    ours = source is not None or fault is not None
+    subject = as_hf(view, carried) if digests else view_subject(view, ours=ours)
+    return _travelling(subject, source, fault)
 
 
 def _has_fp8(opened: Manifest | HfCheckpoint) -> bool:

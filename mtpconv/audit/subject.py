@@ -16,6 +16,7 @@ from mtpconv.store.crc_check import CrcCheck
 from mtpconv.store.hf import CONFIG_NAME, HfCheckpoint
 from mtpconv.store.legacy import MegatronCheckpoint
 from mtpconv.store.manifest import Manifest
+from mtpconv.store.source import HfSource
 from mtpconv.store.torch_dist import TorchDistCheckpoint
 from mtpconv.tensors import Region, TensorSpec
 from mtpconv.view import HfView
@@ -75,6 +76,8 @@ class Subject:
     afar: bool = False
     #: what the report must say about how this side was read
     notes: tuple[str, ...] = ()
+    #: what travelled with a Megatron checkpoint so that an export is complete; None without it
+    source: HfSource | None = None
     #: what modelopt's own file says about quantisation; config.json may be silent
     quant_config: Mapping[str, Any] | None = None
 

@@ -24,8 +24,7 @@ def main() -> None:
                 left = getattr(error, "__notes__", [])
             if code == _INTERRUPTED:
                 code = 128 + stop.number
-                said = "; ".join(["interrupted", "no half-written target was left", *left])
-                print(f"mtpconv: {said}", file=sys.stderr)
+                _failed("; ".join(["interrupted", "no half-written target was left", *left]), code)
     except BaseException as error:
         if isinstance(error, Exception | SystemExit):
             raise
@@ -71,5 +70,7 @@ def _command() -> int:
 
 
 def _failed(text: str, code: int) -> int:
-    print(f"mtpconv: {text}", file=sys.stderr)
+    from mtpconv.cli.terminal import one_line
+
+    print(f"mtpconv: {one_line(text)}", file=sys.stderr)
     return code

@@ -4,6 +4,7 @@ No `from __future__ import annotations` here: at every start typer would compile
 each command again, four times: an eighth of what `mtpconv --help` takes.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,38 @@ import typer
 from typer.core import TyperGroup, TyperOption
 
 from mtpconv import __version__
+from mtpconv.errors import UsageError
+
+
+def place(text: str) -> str:
+    """A word that names a file, a folder or what lies at a URL; `file://` as the path it is.
+
+    Raises: UsageError if it is empty: Python would take that for the current folder.
+    """
+    if not text:
+        raise UsageError("an empty name is no file or folder; is a variable of the shell unset?")
+    if not text.startswith("file://"):
+        return text
+    from mtpconv.store.places import local_path
+
+    return str(local_path(text))
+
+
+def path(text: str) -> Path:
+    """A word that names a file or folder of this machine.
+
+    Raises: UsageError for a URL: as a path, `s3://a/b` is `b` in a folder `s3:` of the current one.
+    """
+    text = place(text)
+    if "://" in text:
+        raise UsageError(f"{text}: is a URL, and only a file or folder of this machine goes here")
+    return Path(text)
+
+
+_Place = partial(typer.Argument, parser=place)
+_PlaceOption = partial(typer.Option, parser=place)
+_Path = partial(typer.Argument, parser=path)
+_PathOption = partial(typer.Option, parser=path)
 
 
 class _Group(TyperGroup):
@@ -46,7 +79,7 @@ app = typer.Typer(
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 Mapping = Annotated[
-    Path | None, typer.Option("--mapping", help="Your own mapping table (docs/mapping.md).")
+    Path | None, _PathOption("--mapping", help="Your own mapping table (docs/mapping.md).")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing DST.")]
 DropMtp = Annotated[
@@ -80,7 +113,7 @@ Resume = Annotated[
 ]
 Meet = Annotated[
     Path | None,
-    typer.Option(
+    _PathOption(
         metavar="DIR",
         help="Of several ranks (srun, torchrun): a folder that all see and write (default: the "
         "current one).",
@@ -114,9 +147,9 @@ def _root(
 @app.command()
 def hf2mcore(
     src: Annotated[
-        str, typer.Argument(help="HuggingFace folder (safetensors), or hf://, s3://, https://, ...")
+        str, _Place(help="HuggingFace folder (safetensors), or hf://, s3://, https://, ...")
     ],
-    dst: Annotated[Path, typer.Argument(help="Folder to write; gets release/ and hf_source/.")],
+    dst: Annotated[Path, _Path(help="Folder to write; gets release/ and hf_source/.")],
     layout: Annotated[
         str | None,
         typer.Option(
@@ -162,14 +195,14 @@ def hf2mcore(
 @app.command()
 def mcore2hf(
     src: Annotated[
-        str, typer.Argument(help="torch_dist folder (parent, iter_* or release), or s3://, ...")
+        str, _Place(help="torch_dist folder (parent, iter_* or release), or s3://, ...")
     ],
-    dst: Annotated[str, typer.Argument(help="HuggingFace folder to write, or s3://, gs://, ...")],
+    dst: Annotated[str, _Place(help="HuggingFace folder to write, or s3://, gs://, ...")],
     like: Annotated[
-        Path | None,
-        typer.Option(
+        str | None,
+        _PlaceOption(
             help="Where config, tokenizer and shard layout come from, if SRC has no hf_source/: "
-            "the original HuggingFace folder or a saved hf_source."
+            "the original HuggingFace folder or a saved hf_source, or hf://ORG/MODEL, s3://, ..."
         ),
     ] = None,
     mapping: Mapping = None,
@@ -205,11 +238,11 @@ def mcore2hf(
 
 @app.command()
 def roundtrip(
-    src: Annotated[Path, typer.Argument(help="HuggingFace folder.")],
+    src: Annotated[Path, _Path(help="HuggingFace folder.")],
     layout: Annotated[str | None, typer.Option(help="As for hf2mcore.")] = None,
     mapping: Mapping = None,
     workdir: Annotated[
-        Path | None, typer.Option(help="Where the temporary copies go (default: TMPDIR).")
+        Path | None, _PathOption(help="Where the temporary copies go (default: TMPDIR).")
     ] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -221,7 +254,9 @@ def roundtrip(
 
 @app.command()
 def plan(
-    model: Annotated[Path, typer.Argument(help="config.json, or a checkpoint folder.")],
+    model: Annotated[
+        str, _Place(help="config.json, a checkpoint folder, or hf://ORG/MODEL, s3://, ...")
+    ],
     rows: Annotated[bool, typer.Option("--rows", help="Print every tensor.")] = False,
     mapping: Mapping = None,
 ) -> None:
@@ -233,11 +268,11 @@ def plan(
 
 @app.command()
 def check(
-    table: Annotated[Path, typer.Argument(help="A mapping table, or a model_type.")],
-    config: Annotated[Path | None, typer.Option(help="config.json to expand it for.")] = None,
+    table: Annotated[Path, _Path(help="A mapping table, or a model_type.")],
+    config: Annotated[Path | None, _PathOption(help="config.json to expand it for.")] = None,
     inventory: Annotated[
         Path | None,
-        typer.Option(help="model.safetensors.index.json, manifest or folder to cover."),
+        _PathOption(help="model.safetensors.index.json, manifest or folder to cover."),
     ] = None,
 ) -> None:
     """Run the static rules over a mapping table; no weights are needed."""
@@ -258,9 +293,11 @@ def families(
 
 @app.command()
 def inventory(
-    checkpoint: Annotated[Path, typer.Argument(help="HuggingFace or torch_dist folder.")],
+    checkpoint: Annotated[
+        str, _Place(help="HuggingFace or torch_dist folder, or hf://ORG/MODEL, s3://, ...")
+    ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write the manifest.")
+        Path | None, _PathOption("--output", "-o", help="Where to write the manifest.")
     ] = None,
     files: Annotated[
         bool, typer.Option("--files", help="Also sha256 of every file, as sha256sum shows it.")
@@ -269,15 +306,15 @@ def inventory(
     quiet: Quiet = False,
 ) -> None:
     """Write a manifest: name, dtype, shape and BLAKE3 of every tensor, one root over all."""
-    from mtpconv.cli.audit import run_inventory
+    from mtpconv.cli.inventory import run_inventory
 
     run_inventory(checkpoint, output=output, files=files, quiet=quiet, meet=meet)
 
 
 @app.command()
 def synth(
-    config: Annotated[Path, typer.Argument(help="config.json of the model to imitate.")],
-    dst: Annotated[Path, typer.Argument(help="HuggingFace folder to write.")],
+    config: Annotated[Path, _Path(help="config.json of the model to imitate.")],
+    dst: Annotated[Path, _Path(help="HuggingFace folder to write.")],
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     shards: Annotated[int, typer.Option(min=1, help="Number of shards.")] = 4,
     full_width: Annotated[
@@ -300,11 +337,11 @@ def synth(
 def audit(
     before: Annotated[
         str,
-        typer.Argument(help="The reference, or the only checkpoint if AFTER is left out."),
+        _Place(help="The reference, or the only checkpoint if AFTER is left out."),
     ],
     after: Annotated[
         str | None,
-        typer.Argument(help="What is to be trusted: folder, saved manifest, or a URL (L0)."),
+        _Place(help="What is to be trusted: folder, saved manifest, or a URL (L0)."),
     ] = None,
     form: Annotated[
         str,
@@ -329,11 +366,11 @@ def audit(
         str,
         typer.Option(
             metavar="bytes|structure",
-            help="structure: after training, values may differ and MTP must have moved.",
+            help="structure: after training, values may differ; MTP that did not move warns.",
         ),
     ] = "bytes",
     base: Annotated[
-        str | None, typer.Option(help="Checkpoint that AFTER was trained from: finds stale MTP.")
+        str | None, _PlaceOption(help="Checkpoint that AFTER was trained from: finds stale MTP.")
     ] = None,
     profile: Annotated[
         str | None,
@@ -349,13 +386,13 @@ def audit(
         str | None, typer.Option(help="Read n of every N tensors (n/N); MTP is always read.")
     ] = None,
     waivers: Annotated[
-        Path | None, typer.Option(help="TOML of accepted findings, each with an expiry date.")
+        Path | None, _PathOption(help="TOML of accepted findings, each with an expiry date.")
     ] = None,
     manifest: Annotated[
-        Path | None, typer.Option(help="The manifest that --attest speaks of.")
+        Path | None, _PathOption(help="The manifest that --attest speaks of.")
     ] = None,
     attest: Annotated[
-        Path | None, typer.Option(help="Write an in-toto test-result statement.")
+        Path | None, _PathOption(help="Write an in-toto test-result statement.")
     ] = None,
     mapping: Mapping = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
@@ -383,14 +420,14 @@ def audit(
 
 @app.command()
 def parity(
-    hf: Annotated[Path, typer.Argument(help="HuggingFace folder: the reference.")],
-    mcore: Annotated[Path, typer.Argument(help="torch_dist folder of the same model.")],
+    hf: Annotated[Path, _Path(help="HuggingFace folder: the reference.")],
+    mcore: Annotated[Path, _Path(help="torch_dist folder of the same model.")],
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="float32 (default on CPU) or bfloat16 (default on CUDA).")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Text file, a prompt per line; else seeded random tokens.")
+        Path | None, _PathOption(help="Text file, a prompt per line; else seeded random tokens.")
     ] = None,
     length: Annotated[
         int | None, typer.Option(min=2, help="Tokens; default: longer than index_topk.")
@@ -407,7 +444,7 @@ def parity(
     form: Annotated[
         str, typer.Option("--format", help="On standard output: text or json.")
     ] = "text",
-    html: Annotated[Path | None, typer.Option(help="Also write a page with curves.")] = None,
+    html: Annotated[Path | None, _PathOption(help="Also write a page with curves.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Run the same tokens through transformers and Megatron; compare trunk and every MTP depth.
@@ -425,7 +462,9 @@ def parity(
 
 @app.command()
 def args(
-    model: Annotated[Path, typer.Argument(help="config.json, or a checkpoint folder.")],
+    model: Annotated[
+        str, _Place(help="config.json, a checkpoint folder, or hf://ORG/MODEL, s3://, ...")
+    ],
     form: Annotated[str, typer.Option("--format", help="flags, yaml or namespace.")] = "flags",
     mapping: Mapping = None,
 ) -> None:
@@ -438,7 +477,7 @@ def args(
 @app.command()
 def selftest(
     hf: Annotated[
-        Path | None, typer.Argument(help="Your checkpoint (default: a built-in small one).")
+        Path | None, _Path(help="Your checkpoint (default: a built-in small one).")
     ] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -450,9 +489,9 @@ def selftest(
 
 @app.command()
 def acceptance(
-    checkpoint: Annotated[Path, typer.Argument(help="HuggingFace or torch_dist folder.")],
+    checkpoint: Annotated[Path, _Path(help="HuggingFace or torch_dist folder.")],
     prompts: Annotated[
-        Path | None, typer.Option(help="Text file, a prompt per line; else seeded random tokens.")
+        Path | None, _PathOption(help="Text file, a prompt per line; else seeded random tokens.")
     ] = None,
     depth: Annotated[
         int | None, typer.Option(min=1, help="Drafts per pass; default: the number of MTP depths.")
@@ -467,7 +506,7 @@ def acceptance(
         float | None, typer.Option(help="Exit 1 below this share of kept first drafts.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Exit 1 if acceptance fell by more than --margin.")
+        Path | None, _PathOption(help="Exit 1 if acceptance fell by more than --margin.")
     ] = None,
     margin: Annotated[float, typer.Option(help="For --against.")] = 0.02,
     draft_cost: Annotated[
@@ -477,7 +516,7 @@ def acceptance(
         bool, typer.Option("--no-cost", help="Do not measure what a pass costs here.")
     ] = False,
     like: Annotated[
-        Path | None, typer.Option(help="Config and tokenizer for a torch_dist folder without them.")
+        Path | None, _PathOption(help="Config and tokenizer for a torch_dist folder without them.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import typer
@@ -17,27 +16,23 @@ import typer
 from mtpconv.audit.audit import audit
 from mtpconv.audit.finding import Report, Tier
 from mtpconv.audit.options import Options, Profile, Sample
-from mtpconv.audit.sides import Sides, open_any, open_sides
+from mtpconv.audit.sides import Sides, open_sides
 from mtpconv.audit.subject import Subject
 from mtpconv.audit.waivers import read_waivers
-from mtpconv.cli.afar import mirrored
+from mtpconv.cli.afar import mirror_of
 from mtpconv.cli.files import require_file
-from mtpconv.cli.terminal import make_progress
+from mtpconv.cli.terminal import make_progress, remark
 from mtpconv.errors import RefusedError, UnreadableError, UsageError, WriteError
 from mtpconv.progress import Progress
 from mtpconv.ranks import READING, Ranks, ranks_of
 from mtpconv.report import FORMATS, attest, github, parse_targets, write_file, write_reports
-from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.collector import no_collector
+from mtpconv.store.legacy import MegatronCheckpoint
 from mtpconv.store.manifest import (
-    Manifest,
-    hash_files,
-    manifest_text,
     read_manifest,
-    take_manifest,
-    write_manifest,
 )
 from mtpconv.store.places import is_remote, places_read
+from mtpconv.store.snapshot import Snapshot, files_below
 
 EXIT = {"pass": 0, "fail": 1, "error": 3}
 
@@ -73,13 +68,15 @@ def run_audit(
         read_manifest(manifest)  # that it cannot be read must not cost an hour either
     chosen = make_options(**options)
     ranks = ranks_of(os.environ, READING)
+    progress = make_progress(quiet or not ranks.is_first)
+    ranks.tell = progress.note
     with ExitStack() as stack:
         stack.enter_context(ranks.together(meet or Path.cwd(), "audit", before or "", after))
         afar = [t for t in (before, after) if t is not None and is_remote(t)]
         if afar and chosen.read_bytes:
             chosen = replace(chosen, read_bytes=False)
             if ranks.is_first:
-                typer.echo(f"mtpconv: of {afar[0]} only headers are read: tier L0", err=True)
+                remark(f"mtpconv: of {afar[0]} only headers are read: tier L0")
         sides = _open(stack, before, after, base, mapping, headers_only=not chosen.read_bytes)
         writes = [("--report", path) for _, path in targets]
         writes += [("--attest", attestation)] if attestation is not None else []
@@ -88,9 +85,8 @@ def run_audit(
             reads = places_read(*near, mapping, manifest, options.get("waivers"))
             for option, file in writes:
                 require_file(option, file, reads)
-        done = run_with_progress(
-            sides, chosen, make_progress(quiet or not ranks.is_first), ranks=ranks
-        )
+        _require_one_state(sides, chosen, ranks)
+        done = run_with_progress(sides, chosen, progress, ranks=ranks)
         if manifest is not None:
             _require_its_manifest(manifest, Path(after), chosen, ranks)
         if ranks.is_first:
@@ -105,6 +101,38 @@ def _attest(done: Report, attestation: Path | None, manifest: Path | None) -> No
     if attestation is not None and manifest is not None:
         statement = attest.render(done, manifest=manifest.read_bytes(), name=manifest.name)
         write_file(attestation, statement)
+
+
+def _require_one_state(sides: Sides, options: Options, ranks: Ranks) -> None:
+    """All ranks look at the same files, and for the same things.
+
+    Raises: UnreadableError if they do not.
+    """
+    if ranks.size == 1:
+        return
+    subjects = (s for s in (sides.before, sides.after, sides.base) if s is not None and not s.afar)
+    states = [state_of(s.megatron, Path(s.path)) for s in subjects]
+    require_one_view([*states, repr(replace(options, workers=None))], ranks)
+
+
+def state_of(stored: MegatronCheckpoint | None, path: Path) -> str:
+    """A digest over sizes and times of a checkpoint's files."""
+    if stored is not None:
+        files = [p for p in stored.folder.rglob("*") if p.is_file()]
+    else:
+        files = files_below(path) if path.is_dir() else [path]
+    return Snapshot(files).digest
+
+
+def require_one_view(mine: Sequence[str], ranks: Ranks) -> None:
+    """All ranks see `mine`. Raises: UnreadableError naming the first that does not."""
+    views = ranks.gather("view", list(mine))
+    for rank, view in enumerate(views):
+        if view != views[0]:
+            raise UnreadableError(
+                f"rank {rank} has other options than rank 0 or does not see the same files (copies "
+                "must have the same times, as of cp -p); start all with one command"
+            )
 
 
 def _require_one_verdict(done: Report, ranks: Ranks) -> None:
@@ -149,9 +177,7 @@ def _open(
             return None if text is None else Path(text)
         from mtpconv.store.remote_dist import mirror_any  # brings in http and ssl
 
-        url = text.rstrip("/")
-        place = Path(stack.enter_context(TemporaryDirectory(prefix="mtpconv-headers-")))
-        renaming[text] = stack.enter_context(mirrored(url, place))
+        url, place, renaming[text] = stack.enter_context(mirror_of(text))
         return mirror_any(url, place)
 
     def shown(subject: Subject | None, text: str | None) -> Subject | None:
@@ -225,54 +251,6 @@ def make_options(
     )
 
 
-@no_collector()
-def run_inventory(
-    checkpoint: Path, *, output: Path | None, files: bool, quiet: bool, meet: Path | None = None
-) -> None:
-    """Hash every tensor of a checkpoint; the first of several ranks writes the manifest."""
-    ranks = ranks_of(os.environ, READING)
-    with ranks.together(meet or Path.cwd(), "inventory", str(checkpoint)):
-        taken = _inventory(checkpoint, output, files=files, quiet=quiet, ranks=ranks)
-        if ranks.is_first:
-            _hand_out(taken, output, quiet=quiet)
-        ranks.gather("written", None)
-
-
-def _inventory(
-    checkpoint: Path, output: Path | None, *, files: bool, quiet: bool, ranks: Ranks
-) -> Manifest:
-    opened = open_any(checkpoint)
-    if opened.format == "manifest":
-        raise UsageError(f"{checkpoint}: is a manifest already; name a checkpoint")
-    require_sound(opened)
-    if output is not None:
-        require_file("--output", output, places_read(checkpoint))
-    progress = make_progress(quiet or output is None or not ranks.is_first)
-    progress.begin("inventory", sum(s.nbytes for s in opened.tensors.values()) // ranks.size)
-    try:
-        return take_manifest(
-            opened,
-            checkpoint,
-            opened.format,
-            config=getattr(opened, "config", None),
-            files=hash_files(checkpoint, ranks=ranks) if files else None,
-            progress=progress.advance,
-            ranks=ranks,
-        )
-    finally:
-        progress.end()
-
-
-def _hand_out(taken: Manifest, output: Path | None, *, quiet: bool) -> None:
-    if output is None:
-        sys.stdout.write(manifest_text(taken))
-        sys.stdout.flush()
-        return
-    write_manifest(taken, output)
-    if not quiet:
-        typer.echo(f"inventory: {len(taken.tensors):,} tensors, root {taken.root} to {output}")
-
-
 def _show(done: Report, form: str, *, verbose: bool, quiet: bool) -> None:
     if form == "text":
         if not quiet:
@@ -297,4 +275,4 @@ def _show(done: Report, form: str, *, verbose: bool, quiet: bool) -> None:
             github.write_summary(done)
         except WriteError as error:
             # The page is one more copy of what was said; the verdict must not hang on it.
-            typer.echo(f"mtpconv: warning: {error}", err=True)
+            remark(f"mtpconv: warning: {error}")

@@ -13,14 +13,16 @@ from typing import Any
 
 import typer
 
-from mtpconv.cli.afar import mirrored, named
-from mtpconv.cli.terminal import human, make_progress, write_json
+from mtpconv.cli.afar import mirror_of, named
+from mtpconv.cli.terminal import human, make_progress, say, write_json
 from mtpconv.convert import Outcome, hf2mcore, mcore2hf
 from mtpconv.errors import MtpconvError, RefusedError, UsageError, WriteError
 from mtpconv.ranges import compress
 from mtpconv.ranks import Ranks, ranks_of
 from mtpconv.store.collector import no_collector
 from mtpconv.store.other_files import other_files
+from mtpconv.store.places import check_apart
+from mtpconv.store.safetensors_header import plain
 from mtpconv.store.source import FOLDER
 
 #: Groups of changed tensors that are spelled out.
@@ -36,6 +38,7 @@ def run_hf2mcore(src: str, dst: Path, **options: Any) -> None:
     def convert(source: Path, target: Path, **rest: Any) -> Outcome:  # noqa: ARG001
         from mtpconv.store.afar import open_afar
 
+        check_apart(str(target), src)
         with (
             tempfile.TemporaryDirectory(prefix="mtpconv-") as place,
             named((place, src.rstrip("/"))),
@@ -46,7 +49,7 @@ def run_hf2mcore(src: str, dst: Path, **options: Any) -> None:
     _run(convert, src, str(dst), **options)
 
 
-def run_mcore2hf(src: str, dst: str, *, resume: bool, **options: Any) -> None:
+def run_mcore2hf(src: str, dst: str, *, like: str | None, resume: bool, **options: Any) -> None:
     """Convert and say what was done."""
     write: Callable[..., Outcome] = mcore2hf
     if "://" in dst:
@@ -55,7 +58,28 @@ def run_mcore2hf(src: str, dst: str, *, resume: bool, **options: Any) -> None:
         write = _upload_to(dst)
     else:
         options["resume"] = resume
-    _run(_download(src, write) if "://" in src else write, src, dst, **options)
+    if like is not None and "://" in like:
+        write = _like_from(like, dst, write)
+    else:
+        options["like"] = None if like is None else Path(like)
+    if "://" in src:
+        write = _download(src, dst, write, source=like is None)
+    _run(write, src, dst, **options)
+
+
+def _like_from(like: str, dst: str, write: Callable[..., Outcome]) -> Callable[..., Outcome]:
+    """The conversion with config, other files and layout from a remote folder."""
+
+    def convert(*words: Any, **rest: Any) -> Outcome:
+        from mtpconv.store.afar_dist import open_source_afar
+
+        if "://" not in dst:
+            check_apart(dst, None, like)
+        with mirror_of(like) as (url, place, renamed):
+            done = write(*words, like=open_source_afar(url, place), **rest)
+        return dataclasses.replace(done, notes=tuple(map(renamed, done.notes)))
+
+    return convert
 
 
 def _upload_to(dst: str) -> Callable[..., Outcome]:
@@ -69,19 +93,19 @@ def _upload_to(dst: str) -> Callable[..., Outcome]:
     return convert
 
 
-def _download(src: str, write: Callable[..., Outcome]) -> Callable[..., Outcome]:
-    """The conversion of a remote Megatron checkpoint; what is said names what the user named."""
+def _download(
+    src: str, dst: str, write: Callable[..., Outcome], *, source: bool
+) -> Callable[..., Outcome]:
+    """The conversion of a remote Megatron checkpoint, without `source` not of its `hf_source`."""
 
-    def convert(source: Path, target: Path, *, like: Path | None, **rest: Any) -> Outcome:  # noqa: ARG001
+    def convert(_: Path, target: Path, **rest: Any) -> Outcome:
         from mtpconv.store.afar_dist import open_dist_afar
 
-        url = src.rstrip("/")
-        with (
-            tempfile.TemporaryDirectory(prefix="mtpconv-") as place,
-            mirrored(url, Path(place)) as renamed,
-        ):
-            opened = open_dist_afar(url, Path(place), source=like is None)
-            done = write(opened.mirror.path, target, like=like, opened=opened, **rest)
+        if "://" not in dst:
+            check_apart(dst, src)
+        with mirror_of(src) as (url, place, renamed):
+            opened = open_dist_afar(url, place, source=source)
+            done = write(opened.mirror.path, target, opened=opened, **rest)
         return dataclasses.replace(done, notes=tuple(map(renamed, done.notes)))
 
     return convert
@@ -100,6 +124,7 @@ def _run(
     """One conversion, alone or as one of the ranks that a launcher started."""
     ranks = ranks_of(os.environ)
     progress = make_progress(quiet or not ranks.is_first, log_format)
+    ranks.tell = progress.note
     try:
         done = convert(Path(src), Path(dst), ranks=ranks, progress=progress, **options)
     except MtpconvError as error:
@@ -131,11 +156,11 @@ def _report(done: Outcome) -> None:
 
 def _facts(done: Outcome) -> dict[str, Any]:
     """An outcome as JSON has it."""
-    plain = (str, int, float, bool, type(None))
+    simple = (str, int, float, bool, type(None))
     facts = {f.name: getattr(done, f.name) for f in dataclasses.fields(done)}
     return {
-        name: value if isinstance(value, plain)
-        else [v if isinstance(v, plain) else dataclasses.asdict(v) for v in value]
+        name: value if isinstance(value, simple)
+        else [v if isinstance(v, simple) else dataclasses.asdict(v) for v in value]
         if isinstance(value, tuple) else str(value)
         for name, value in facts.items()
     }  # fmt: skip
@@ -176,12 +201,13 @@ def _require_same_files(src: Path, back: Path, left: Collection[str], quiet: boo
     if lost or differ or new:
         raise RefusedError(
             f"{src}: {len(differ)} files differ after the round trip, {len(lost)} did not come "
-            f"back and {len(new)} are new, first {(lost + differ + new)[0]}"
+            f"back and {len(new)} are new, first {plain((lost + differ + new)[0])}"
         )
     if not quiet:
-        typer.echo(f"round trip: {len(names)} files, sha256 of every one equals the original's")
+        say(f"round trip: {len(names)} files, sha256 of every one equals the original's")
         if left:
-            typer.echo(f"  without   {len(left)} that were left behind: {compress(left, 4)}")
+            shown = compress(map(plain, left), 4)
+            say(f"  without   {len(left)} that were left behind: {shown}")
 
 
 def _say(done: Outcome, quiet: bool) -> None:
@@ -193,34 +219,34 @@ def _say(done: Outcome, quiet: bool) -> None:
         else "none"
     )
     would = "would write" if done.dry_run else "wrote"
-    typer.echo(
+    say(
         f"{done.direction}: {would} {done.tensors:,} tensors, {human(done.nbytes)} "
         f"({done.model_type}) to {done.target}"
     )
-    typer.echo(f"  MTP       {mtp}")
-    typer.echo(f"  layout    {done.layout}")
+    say(f"  MTP       {mtp}")
+    say(f"  layout    {done.layout}")
     if done.dry_run:
-        typer.echo(f"  needs     {human(done.disk)} disk, about {human(done.memory)} memory")
+        say(f"  needs     {human(done.disk)} disk, about {human(done.memory)} memory")
     else:
         state = "every tensor read back and equal" if done.verified else "no (--no-verify)"
-        typer.echo(f"  verified  {state}")
+        say(f"  verified  {state}")
         if done.taken_over:
             files = f"{done.taken_over:,} file{'s' * (done.taken_over > 1)}"
-            typer.echo(f"  resumed   {files} taken over from an earlier run")
+            say(f"  resumed   {files} taken over from an earlier run")
         if done.unchanged is not None:
-            typer.echo(f"  weights   {_unchanged(done)} tensors unchanged since hf2mcore")
+            say(f"  weights   {_unchanged(done)} tensors unchanged since hf2mcore")
             if done.not_compared:
                 what = "written in another form than hf2mcore read, and not compared"
-                typer.echo(f"  --fp8     {done.not_compared:,} tensors {what}")
+                say(f"  --fp8     {done.not_compared:,} tensors {what}")
             if done.changed:
                 more = len(done.changed) - _SHOWN
                 lines = ", ".join(done.changed[:_SHOWN])
-                typer.echo(f"  changed   {lines}" + (f" and {more} more groups" * (more > 0)))
+                say(f"  changed   {lines}" + (f" and {more} more groups" * (more > 0)))
     for step in done.steps:
         claim = f"{step.tensors:,} tensors, level {step.level}"
-        typer.echo(f"  step      {step.name}: {step.what} ({claim})")
+        say(f"  step      {step.name}: {step.what} ({claim})")
     for note in done.notes:
-        typer.echo(f"  note      {note}")
+        say(f"  note      {note}")
 
 
 def _unchanged(done: Outcome) -> str:

@@ -7,8 +7,10 @@ from typing import Any
 
 import typer
 
+from mtpconv.cli.afar import headers_of
 from mtpconv.cli.files import require_file
 from mtpconv.cli.plan import load_plan
+from mtpconv.cli.terminal import remark
 from mtpconv.errors import RefusedError, UnreadableError, UsageError
 from mtpconv.mapping.plan import Plan
 from mtpconv.store.places import places_read
@@ -54,7 +56,7 @@ def _hush() -> None:
         warnings.simplefilter("ignore")
 
 
-def run_args(model: Path, *, form: str, mapping: Path | None) -> None:
+def run_args(model: str, *, form: str, mapping: Path | None) -> None:
     """Print Megatron's arguments for a model; nothing but the reasons (exit 3) if some have none.
 
     Those of a Megatron checkpoint have the vocabulary that its embedding is padded to.
@@ -65,12 +67,13 @@ def run_args(model: Path, *, form: str, mapping: Path | None) -> None:
 
     if form not in ("flags", "yaml", "namespace"):
         raise UsageError(f"--format {form}: must be flags, yaml or namespace")
-    plan = load_plan(model, mapping)
     gaps: list[str] = []
-    args = megatron_args(plan.geometry, _embedding_rows(model, plan), gaps)
+    with headers_of(model) as path:
+        plan = load_plan(path, mapping)
+        args = megatron_args(plan.geometry, _embedding_rows(path, plan), gaps)
     if gaps:  # the rest would be taken for the whole model
         for gap in gaps:
-            typer.echo(f"mtpconv: Megatron cannot be told: {gap}", err=True)
+            remark(f"mtpconv: Megatron cannot be told: {gap}")
         raise typer.Exit(3)
     if form == "yaml":
         typer.echo(yaml_text(args), nl=False)

@@ -12,20 +12,23 @@ from typing import Any
 import typer
 
 from mtpconv.audit.promise import unkept_promise
-from mtpconv.cli.terminal import human
+from mtpconv.cli.afar import headers_of
+from mtpconv.cli.terminal import human, one_line, say
 from mtpconv.errors import UnreadableError, UsageError
-from mtpconv.mapping.check import check
+from mtpconv.mapping.check import check, own_table
 from mtpconv.mapping.plan import Plan, make_plan
-from mtpconv.mapping.table import Table, find_table, parse_table, read_table
+from mtpconv.mapping.table import Table
+from mtpconv.mapping.table_reader import find_table, parse_table
 from mtpconv.tensors import TensorSpec
 
 
-def run_plan(model: Path, *, rows: bool, mapping: Path | None) -> None:
+def run_plan(model: str, *, rows: bool, mapping: Path | None) -> None:
     """Print the expansion of a table for a model."""
-    plan = load_plan(model, mapping)
+    with headers_of(model) as path:
+        plan = load_plan(path, mapping)
     if rows:
         for name, spec in plan.hf.items():
-            typer.echo(f"{plan.regions[name]}\t{name}\t{spec.dtype}\t{list(spec.shape)}")
+            typer.echo(f"{plan.regions[name]}\t{one_line(name)}\t{spec.dtype}\t{list(spec.shape)}")
         return
     geometry = plan.geometry
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -37,19 +40,19 @@ def run_plan(model: Path, *, rows: bool, mapping: Path | None) -> None:
             total[1] += spec.elements
             total[2] += spec.nbytes
     order = sorted(counts, key=lambda k: (k == "total", k.startswith("mtp"), k != "root", k))
-    typer.echo(
+    say(
         f"{geometry.model_type}: {geometry.layers} trunk layers, {geometry.depths} MTP depths, "
         f"{geometry.experts} experts"
     )
-    typer.echo(f"{'region':<14}{'tensors':>10}{'parameters':>20}{'bytes':>24}")
+    say(f"{'region':<14}{'tensors':>10}{'parameters':>20}{'bytes':>24}")
     for label in order:
         tensors, elements, nbytes = counts[label]
-        typer.echo(f"{label:<14}{tensors:>10,}{elements:>20,}{nbytes:>24,}")
+        say(f"{label:<14}{tensors:>10,}{elements:>20,}{nbytes:>24,}")
     if not geometry.depths:
         field = geometry.mtp_field
         why = f"{field} is {geometry.text[field]}" if field else "no field promises it"
         why = unkept_promise(geometry.config) or why
-        typer.echo(f"MTP: none ({why})")
+        say(f"MTP: none ({why})")
 
 
 def run_check(table: Path, *, config: Path | None, inventory: Path | None) -> None:
@@ -63,12 +66,12 @@ def run_check(table: Path, *, config: Path | None, inventory: Path | None) -> No
         read_inventory(inventory) if inventory else None,
     )
     for fault in faults:
-        typer.echo(str(fault))
+        say(str(fault))
     if faults:
         raise typer.Exit(1)
     given = "" if config is None else " for this config"
     given += "" if inventory is None else ", and it covers the inventory"
-    typer.echo(f"{parsed.path.name}: no rule is broken{given}")
+    say(f"{parsed.path.name}: no rule is broken{given}")
 
 
 def run_families(form: str) -> None:
@@ -93,7 +96,7 @@ def run_families(form: str) -> None:
             )
         for line in lines:
             name, mtp, does, proved, releases = (word or "-" for word in line)
-            typer.echo(f"{name:<18}{mtp:<24}{does:<18}{proved:<14}{releases}")
+            say(f"{name:<18}{mtp:<24}{does:<18}{proved:<14}{releases}")
     else:
         raise UsageError(f"--format {form}: must be text, json or markdown")
 
@@ -118,7 +121,7 @@ def run_synth(
     small = fewer(raw if full_width else shrink(raw), layers=layers, experts=experts)
     if dst.is_dir() and any(dst.iterdir()):
         raise UsageError(f"{dst}: exists and is not empty; name another folder")
-    table = read_table(mapping) if mapping else find_table(str(small.get("model_type")))
+    table = own_table(mapping) if mapping else find_table(str(small.get("model_type")))
     plan = make_plan(small, table)
     written = released(plan)
     total = sum(s.nbytes for s in written.values())
@@ -126,7 +129,7 @@ def run_synth(
         synth(plan, out.folder, seed=seed, shards=shards)
         out.commit()
     mtp = sum(r.kind == "mtp" for r in plan.regions.values())
-    typer.echo(f"synth: wrote {len(written):,} tensors ({mtp:,} MTP), {human(total)} to {dst}")
+    say(f"synth: wrote {len(written):,} tensors ({mtp:,} MTP), {human(total)} to {dst}")
 
 
 def load_plan(model: Path, mapping: Path | None) -> Plan:
@@ -148,7 +151,7 @@ def load_plan(model: Path, mapping: Path | None) -> Plan:
             present = open_hf(model, compare_duplicates=False).tensors
     else:
         config = read_config(model)
-    table = read_table(mapping) if mapping else find_table(str(config.get("model_type")))
+    table = own_table(mapping) if mapping else find_table(str(config.get("model_type")))
     return make_plan(config, table, present)
 
 

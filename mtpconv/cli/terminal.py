@@ -37,6 +37,26 @@ def human(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def one_line(text: str) -> str:
+    """A message without what a terminal or the log of a CI system acts on.
+
+    Names, paths and config values in it are anybody's. Law: what came out is left as it is.
+    """
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return text.replace("##", r"#\x23")  # starts a command wherever it stands in a line
+
+
+def say(text: str) -> None:
+    """Print one line on standard output."""
+    print(one_line(text), flush=True)
+
+
+def remark(text: str) -> None:
+    """Print one line on standard error."""
+    print(one_line(text), file=sys.stderr, flush=True)
+
+
 def write_json(event: str, **facts: Any) -> None:
     """One line of JSON on stderr, with the time since the epoch in seconds."""
     line = json.dumps({"time": round(time.time(), 3), "event": event, **facts})
@@ -64,19 +84,17 @@ class _Lines(Progress):
         self.say(rate, (self.total - self.done) / rate if rate else 0.0, what)
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        remark(text)
 
     def say_stage(self) -> None:
         """A stage begins."""
-        print(f"{self.stage}: {human(self.total)}", file=sys.stderr, flush=True)
+        remark(f"{self.stage}: {human(self.total)}")
 
     def say(self, rate: float, left: float, what: str) -> None:
         """How far it is. Units: rate in bytes per second, left in seconds."""
-        print(
+        remark(
             f"{self.stage}: {human(self.done)} of {human(self.total)}, {human(rate)}/s, "
-            f"{left:.0f} s left {what}".rstrip(),
-            file=sys.stderr,
-            flush=True,
+            f"{left:.0f} s left {what}".rstrip()
         )
 
 
@@ -121,7 +139,7 @@ class _Bar(Progress):
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[what]}"),
+            TextColumn("{task.fields[what]}", markup=False),
             console=Console(stderr=True),
             transient=True,
         )
@@ -130,13 +148,13 @@ class _Bar(Progress):
 
     def advance(self, nbytes: int, what: str = "") -> None:
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, advance=nbytes, what=what)
+            self._bar.update(self._task, advance=nbytes, what=one_line(what))
 
     def note(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(one_line(text), markup=False, highlight=False)
         else:
-            print(text, file=sys.stderr, flush=True)
+            remark(text)
 
     def end(self) -> None:
         if self._bar is not None:

@@ -6,7 +6,8 @@ many depths there are, the tensors say which are there, and any difference stops
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from mtpconv.convert.drop import drop_hint, droppable
 from mtpconv.errors import RefusedError
@@ -17,6 +18,8 @@ from mtpconv.mapping.plan import Plan, make_plan
 from mtpconv.mapping.table import Table
 from mtpconv.ranges import compress
 from mtpconv.tensors import TensorSpec
+
+_NO_FLOATS = ("I", "U", "BOOL", "C")
 
 
 def agreed_plan(
@@ -44,7 +47,7 @@ def agreed_plan(
         known = droppable(config, table, inventory.keys(), where)
         dropped = tuple(n for n in inventory if n in known)
         plan = make_plan(config, table, inventory, depths=0)
-        inventory = {n: s for n, s in inventory.items() if n not in set(dropped)}
+        inventory = {n: s for n, s in inventory.items() if n not in known}
     else:
         require_mtp(plan, inventory, where)
     if table.discards and not drop_mtp:
@@ -60,7 +63,8 @@ def agreed_plan(
         hint = "nothing is converted, so that nothing is lost"
         text = unmapped_message(plan, unmapped)
         if "MTP lives" in text and not drop_mtp:
-            hint = "correct the config, " + drop_hint(config, table, inventory, unmapped)
+            more = drop_hint(config, table, inventory, unmapped)
+            hint = f"correct the config, {more}" if more else "correct the config"
         raise RefusedError(f"{where}: M05 {text}; {hint}")
     absent = [n for n in plan.hf if n not in inventory]
     if absent:
@@ -75,7 +79,28 @@ def agreed_plan(
                 f"{where}: M17 {name} has shape {list(spec.shape)}, "
                 f"config.json makes it {list(wanted.shape)}; one of them is wrong"
             )
+    ints = [n for n, s in inventory.items() if n in plan.hf and s.dtype.startswith(_NO_FLOATS)]
+    ints = [n for n in ints if not plan.hf[n].dtype.startswith(_NO_FLOATS)]
+    if ints:
+        raise RefusedError(
+            f"{where}: M17 {len(ints)} tensors have {inventory[ints[0]].dtype} where config and "
+            f"table make it {plan.hf[ints[0]].dtype}: {compress(ints, 4)}; no model computes with "
+            "that"
+        )
     return plan, dropped
+
+
+def dtype_notes(plan: Plan, tensors: Mapping[str, TensorSpec]) -> Iterator[str]:
+    """Floats of another kind than config and table say; they are converted as they are."""
+    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, wanted in plan.hf.items():
+        if name in tensors and tensors[name].dtype != wanted.dtype:
+            kinds[tensors[name].dtype, wanted.dtype].append(name)
+    for (dtype, wanted_dtype), names in kinds.items():
+        yield (
+            f"warning: {len(names)} tensors are {dtype} where config and table say "
+            f"{wanted_dtype}, and stay so: {compress(names, 4)}"
+        )
 
 
 def require_mtp(plan: Plan, names: Collection[str], where: str) -> None:

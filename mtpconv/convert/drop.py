@@ -50,9 +50,9 @@ def droppable(config: Config, table: Table, names: Collection[str], where: str) 
 
 
 def drop_hint(config: Config, table: Table, names: Collection[str], lost: Collection[str]) -> str:
-    """The advice to drop MTP, only where that would help and cost nothing but MTP."""
+    """The advice to drop MTP, only where that would help and cost nothing but MTP; else none."""
     try:
         known = droppable(config, table, names, "")
     except RefusedError:
         return "is num_hidden_layers right?"
-    return DROP_HINT if known.issuperset(lost) else "correct the config"
+    return DROP_HINT if known.issuperset(lost) else ""

@@ -20,13 +20,14 @@ from mtpconv.store.checkpoint import Checkpoint
 from mtpconv.store.content import Pieced
 from mtpconv.store.crew import Crew
 from mtpconv.store.dequant import Dequantised, HfTensors
+from mtpconv.store.durable import write_bytes
 from mtpconv.store.fp8_tensors import Quantised, find_fp8, quantisation
 from mtpconv.store.hf import HfCheckpoint
 from mtpconv.store.hf_index import INDEX_NAME
 from mtpconv.store.hf_writer import index_bytes, make_header
 from mtpconv.store.requant import Requantised
 from mtpconv.store.safetensors_header import ShardHeader
-from mtpconv.store.source import HfSource, write_bytes
+from mtpconv.store.source import HfSource
 from mtpconv.tensors import TensorSpec
 
 Fp8 = Literal["keep", "requantise", "bf16"]
@@ -128,7 +129,7 @@ def write_kept(
     """Codes and scales as they are, in files named like their shards; gives their digests."""
     folder.mkdir()
     digests: dict[str, str] = {}
-    shards = shards_of(hf.shards, specs)
+    shards = {f: h for f, h in shards_of(hf.shards, specs).items() if h.tensors}
     todo = []
     for file, header in shards.items():
         made = make_header(folder / file, header.tensors, {"format": "pt"})
@@ -143,12 +144,12 @@ def write_kept(
 def shards_of(
     headers: Mapping[str, ShardHeader], specs: Mapping[str, TensorSpec]
 ) -> dict[str, ShardHeader]:
-    """The same shards with these tensors only, in these dtypes; empty ones are left out."""
+    """The same shards with these tensors only, in these dtypes; those left empty are left out."""
     found = {}
     for file, old in headers.items():
         kept = {n: specs[n] for n in old.payload_order if n in specs}
         same = len(kept) == len(old.tensors) and all(old.tensors[n] == s for n, s in kept.items())
-        if kept:
+        if kept or same:
             found[file] = old if same else make_header(old.file, kept, old.metadata)
     return found
 

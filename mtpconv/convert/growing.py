@@ -41,8 +41,10 @@ def write_files(
     crew: Crew,
     wrote: Callable[[Sequence[Part]], int],
     done: Callable[[File], None],
+    *,
+    keep: bool,
 ) -> None:
-    """Write files, as many at once as there are jobs.
+    """Write files, as many at once as there are jobs; they will be read soon if `keep`.
 
     `batches` begins a file and gives its parts, `write` puts some into it and gives their digests;
     `wrote` is told of them and gives their bytes, `done` of each file that is on disk.
@@ -59,14 +61,17 @@ def write_files(
     ) -> tuple[File, Sequence[Part], Iterable[tuple[str, str]]]:
         return *item, write(*item, own)
 
+    empty = [file for file in files if not file.left]
     try:
-        with Flusher() as flusher:
+        with Flusher(keep=keep) as flusher:
             for file, batch, digests in crew.map(work, interleaved(map(stream, files), crew.jobs)):
                 file.digests.update(digests)
                 flusher.wrote(file.out, wrote(batch))
                 file.left -= len(batch)
                 if not file.left:
                     flusher.finish(file.out, file.finish, done)
+            for file in empty:  # begun above, like all
+                flusher.finish(file.out, file.finish, done)
             flusher.settle()
     finally:
         for file in files:

@@ -4,262 +4,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mtpconv.convert.agreement import agreed_plan
-from mtpconv.convert.arithmetic import applied, import_arithmetic, require_restored, undone
+from mtpconv.convert import identity
+from mtpconv.convert.agreement import dtype_notes
+from mtpconv.convert.arithmetic import import_arithmetic, require_restored, undone
 from mtpconv.convert.configs import changed_config, config_bytes
-from mtpconv.convert.fp8 import (
-    Fp8,
-    as_bf16,
-    bf16_inventory,
-    fp8_mode,
-    fp8_weights,
-    idle_notes,
-    import_steps,
-    shards_of,
-    write_kept,
-)
-from mtpconv.convert.needs import TO_MCORE, files_need, memory_need, names_need
+from mtpconv.convert.fp8 import fp8_weights, idle_notes, import_steps, shards_of, write_kept
+from mtpconv.convert.hf_to_mcore_plan import HfToMcore, plan_hf2mcore
+from mtpconv.convert.needs import TO_MCORE, memory_need
 from mtpconv.convert.outcome import Outcome
 from mtpconv.convert.output import Output
 from mtpconv.convert.record_files import RecordFiles
 from mtpconv.convert.remarks import file_notes, resume_notes
-from mtpconv.convert.snapshot import Snapshot, files_below
 from mtpconv.convert.target import check_space, check_target
-from mtpconv.convert.verify import verify_digests
-from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError, UsageError
-from mtpconv.mapping.check import discard_reason, is_carried
-from mtpconv.mapping.layouts import Layout, first_hole, layout_of, training_layout
-from mtpconv.mapping.plan import CopyStep, Plan, padded_plan
-from mtpconv.mapping.table import Table, find_table, read_table
-from mtpconv.megatron_args import megatron_args
+from mtpconv.convert.verify import require_zeros, verify_digests
+from mtpconv.errors import UsageError
+from mtpconv.mapping.plan import CopyStep
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
 from mtpconv.ranks import Ranks
-from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Files, blocks
 from mtpconv.store.crew import Crew
-from mtpconv.store.dequant import HfTensors
 from mtpconv.store.digest import digest_tensors
-from mtpconv.store.dist_folder import is_torch_dist
-from mtpconv.store.dist_metadata_writer import (
-    write_common,
-    write_config,
-    write_tracker,
-)
-from mtpconv.store.fp8_tensors import SCALE
-from mtpconv.store.hf import HfCheckpoint, open_hf
+from mtpconv.store.dist_folder import MAX_ITERATION
+from mtpconv.store.dist_metadata_writer import write_common, write_config, write_tracker
+from mtpconv.store.durable import write_bytes
+from mtpconv.store.hf import open_hf
 from mtpconv.store.hf_writer import index_bytes, make_header, write_shard
 from mtpconv.store.manifest import Manifest
-from mtpconv.store.other_files import OtherFiles
 from mtpconv.store.places import places_read
-from mtpconv.store.source import (
-    FOLDER,
-    carried_folder,
-    files_beside,
-    quantised_folder,
-    write_bytes,
-    write_source,
-)
+from mtpconv.store.snapshot import Snapshot, files_below
+from mtpconv.store.source import FOLDER, carried_folder, quantised_folder, write_source
+from mtpconv.store.source_seal import seal_source
 from mtpconv.store.torch_dist import open_torch_dist
-from mtpconv.tensors import TensorSpec
 from mtpconv.view import HfView
 
 if TYPE_CHECKING:  # the network is imported by whoever needs it
     from mtpconv.store.afar import AfarCheckpoint
-
-#: Units: bytes. A record's zip overhead and its metadata entry, measured 1.1 KB and 0.4 KB.
-RECORD_OVERHEAD = 2048
-
-
-@dataclass(frozen=True)
-class HfToMcore:
-    """A conversion that was planned and found possible; nothing is written yet."""
-
-    hf: HfCheckpoint
-    #: the same tensors as Megatron gets them: FP8 weights as BF16, no scales
-    content: HfTensors
-    #: these after their arithmetic
-    changed: HfTensors
-    plan: Plan
-    layout: Layout
-    #: HF names converted, in plan order
-    names: tuple[str, ...]
-    #: MTP names left out because of --drop-mtp
-    dropped: tuple[str, ...]
-    #: names the table carries beside
-    carried: tuple[str, ...]
-    #: Megatron's arguments for the model, for `common.pt`
-    args: Mapping[str, Any]
-    #: what Megatron cannot be told about the model
-    gaps: tuple[str, ...]
-    #: files that travel, and those that stay behind
-    others: OtherFiles
-    fp8: Fp8 = "keep"
-
-    @property
-    def nbytes(self) -> int:
-        """Payload bytes that go into the Megatron checkpoint."""
-        copies = sum(self.content.tensors[c.hf].nbytes for c in self.plan.copies)
-        return sum(self.content.tensors[n].nbytes for n in self.names) - copies
-
-    @property
-    def discarded(self) -> dict[str, str]:
-        """Names that the table leaves out on purpose, each with its reason."""
-        found = {}
-        for name in self.hf.tensors:
-            if name not in self.plan.hf and name not in self.dropped:
-                reason = discard_reason(self.plan.table, name)
-                if reason is not None:
-                    found[name] = reason
-        return found
-
-    @property
-    def kept(self) -> dict[str, TensorSpec]:
-        """FP8 codes and scales, which travel beside."""
-        gone = set(self.dropped)
-        weights = [q for n, q in fp8_weights(self.content).items() if n not in gone]
-        return {n: s for q in weights for n, s in q.specs.items()}
-
-    @property
-    def stored(self) -> dict[str, TensorSpec]:
-        """The HF tensors that hf_source describes."""
-        gone = {*self.dropped, *(n + SCALE for n in self.dropped), *self.discarded}
-        left = {n: s for n, s in self.hf.tensors.items() if n not in gone}
-        return bf16_inventory(left, fp8_weights(self.content)) if self.fp8 == "bf16" else left
-
-    @property
-    def disk(self) -> int:
-        """Disk that the target needs, in bytes, rounded up."""
-        carried = sum(
-            self.content.tensors[n].nbytes for n in (*self.carried, *self.plan.arithmetic)
-        )
-        copies = sum(self.content.tensors[c.hf].nbytes for c in self.plan.copies)
-        if self.fp8 == "keep":
-            carried += sum(spec.nbytes for spec in self.kept.values())
-        carried += files_need(self.hf.path, self.others.travel) + names_need(self.hf.tensors)
-        padding = sum(
-            self.content.tensors[s.hf[0]].nbytes * s.shape[0] // max(s.specs[0].shape[0], 1)
-            - self.content.tensors[s.hf[0]].nbytes
-            for s in self.plan.steps
-            if s.op.name == "pad_rows"
-        )
-        records = 2 * len(self.plan.steps)  # tensors, and an _extra_state for most of them
-        return self.nbytes + carried + copies + padding + RECORD_OVERHEAD * records + (1 << 20)
-
-
-def plan_hf2mcore(
-    source: Path,
-    *,
-    mapping: Path | None = None,
-    layout: str | None = None,
-    drop_mtp: bool = False,
-    fp8: str = "keep",
-    pad_vocab: int = 1,
-    opened: HfCheckpoint | None = None,
-) -> HfToMcore:
-    """Open and check an HF folder; everything that can be refused is refused here.
-
-    `opened` is `source` opened already, as remote folders are.
-
-    Raises: UnreadableError, RefusedError, UsageError, UnsupportedError.
-    """
-    mode = fp8_mode(fp8)
-    hf = opened or _open(source)
-    require_sound(hf)
-    if hf.config is None:
-        raise UnreadableError(f"{source}: has no config.json; it says what the model is")
-    table = table_for(hf.config, mapping)
-    if not table.converts:
-        raise UnsupportedError(
-            f"{source}: {table.model_type} is not converted: Megatron-Core lacks "
-            f"{table.needs or 'parts of it'}; inventory and audit work"
-        )
-    content = as_bf16(hf, table)
-    tensors = content.tensors
-    chosen: list[Layout] = []
-
-    def choose(plan: Plan) -> Layout:
-        chosen.append(layout_for(plan, layout))
-        return chosen[-1]
-
-    plan, dropped = agreed_plan(
-        hf.config, table, tensors, choose, where=str(source), drop_mtp=drop_mtp
-    )
-    for step in plan.steps:
-        kinds = {tensors[n].dtype for n in step.hf}
-        if len(kinds) > 1:
-            raise RefusedError(
-                f"{source}: {' and '.join(step.hf)} become one Megatron tensor "
-                f"but have dtypes {' and '.join(sorted(kinds))}"
-            )
-    gone = set(dropped)
-    gaps: list[str] = []
-    plan = padded_plan(plan, pad_vocab)
-    args = megatron_args(plan.geometry, _rows(plan), gaps)
-    return HfToMcore(
-        hf,
-        content,
-        applied(content, plan),
-        plan,
-        layout_for(plan, layout) if drop_mtp else chosen[-1],
-        tuple(n for n in plan.hf if n not in gone),
-        dropped,
-        tuple(n for n in tensors if n not in plan.hf and is_carried(table, n)),
-        args,
-        tuple(gaps),
-        files_beside(hf),
-        mode,
-    )
-
-
-def _open(source: Path) -> HfCheckpoint:
-    try:
-        return open_hf(source)
-    except UnreadableError:
-        if is_torch_dist(source):
-            raise UsageError(
-                f"{source}: is a Megatron checkpoint; mcore2hf converts it to HuggingFace"
-            ) from None
-        raise
-
-
-def _rows(plan: Plan) -> int | None:
-    """Rows of embedding and LM head, None if no table row may be padded."""
-    return next((s.shape[0] for s in plan.steps if s.op.name == "pad_rows"), None)
-
-
-def table_for(config: Mapping[str, object], mapping: Path | None) -> Table:
-    """The table that the user named, else the shipped one of the config's model_type."""
-    return read_table(mapping) if mapping is not None else find_table(str(config.get("model_type")))
-
-
-def layout_for(plan: Plan, named: str | None) -> Layout:
-    """The layout to write: `training` (default), `local`, dialect names, joined by commas."""
-    training = [d.name for d in training_layout(plan).dialects]
-    local = [plan.table.local_spec] if plan.table.local_spec else []
-    short = {"training": training, "local": [*training, *local], "canonical": []}
-    layout = layout_of(
-        n for word in (named or "training").split(",") for n in short.get(word, [word])
-    )
-    for dialect in layout.dialects:
-        if dialect.read_only:
-            raise UsageError(f"--layout {named}: {dialect.name} is read, never written")
-        if dialect.name.startswith("local_spec") and dialect.name not in local:
-            raise UsageError(
-                f"--layout {named}: {dialect.name} is not how {plan.table.model_type} is spelled; "
-                f"its local spec is {', '.join(local) or 'not known'}"
-            )
-    hole = first_hole(plan, layout)
-    if hole is not None:
-        raise UsageError(
-            f"--layout {named}: {hole} would have holes, as not all layers are alike; "
-            "leave stacked_layers out"
-        )
-    return layout
 
 
 def hf2mcore(
@@ -296,6 +79,8 @@ def hf2mcore(
     """
     started = time.monotonic()
     progress, ranks = progress or Progress(), ranks or Ranks()
+    if iteration is not None and not 0 <= iteration <= MAX_ITERATION:
+        raise UsageError(f"--iteration {iteration}: must be from 0 to {MAX_ITERATION}")
     check_target(target, places_read(source, mapping, links=False), overwrite=overwrite)
     snapshot = Snapshot(files_below(source))
     work = plan_hf2mcore(
@@ -314,16 +99,30 @@ def hf2mcore(
         check_target(target, reads, overwrite=overwrite)
         check_space(target, work.disk)
         return _outcome(work, source, target, memory=memory, dry_run=True)
+
+    def about() -> str:
+        # Each rank has a mirror of its own, and each mirror times of its own.
+        state = snapshot.digest if opened is None else ""
+        names = (*work.names, *work.carried)
+        return identity.of_plan(work.plan, work.layout, state, fp8, str(iteration), *names)
+
     with (
         Output(
-            target, reads, overwrite=overwrite, need=work.disk, resume=resume, ranks=ranks
+            target,
+            reads,
+            overwrite=overwrite,
+            need=work.disk,
+            resume=resume,
+            ranks=ranks,
+            about=about,
         ) as out,
         Crew(jobs) as crew,
     ):
         folder = out.folder / ("release" if iteration is None else f"iter_{iteration:07d}")
         folder.mkdir(exist_ok=True)
-        writing = RecordFiles(work.changed, work.plan, work.layout, snapshot.digest)
-        digests = writing.write(folder, out, crew, progress)
+        known = snapshot.strict_digest if opened is None else snapshot.digest
+        writing = RecordFiles(work.changed, work.plan, work.layout, known)
+        digests = writing.write(folder, out, crew, progress, keep=verify)
         saved = out.folder / FOLDER
         beside: tuple[str, ...] = ()
         if ranks.is_first:
@@ -341,6 +140,7 @@ def hf2mcore(
             wanted = {n: work.content.tensors[n] for n in (*work.names, *work.carried)}
             verify_digests(back, wanted, digests, progress, ranks=ranks, jobs=crew.jobs)
             require_restored(back)
+            require_zeros(view)
         snapshot.require_unchanged()
         if opened is not None:  # the snapshot is of its mirror
             opened.require_unchanged()
@@ -385,10 +185,7 @@ def _write_saved(
         dropped=work.dropped, left=stored,
     )  # fmt: skip
     shards = shards_of(hf.shards, stored)
-    manifest = Manifest(
-        hf.path, "hf", described, {n: known[n] for n in described}, config or hf.config
-    )
-    write_source(hf, saved, manifest, shards, work.others)
+    write_source(hf, saved, shards, work.others, work.own_table)
     if config is not None:
         write_bytes(saved / "files" / "config.json", config_bytes(config))
     if hf.index_name is not None and dict(shards) != dict(hf.shards):
@@ -400,6 +197,10 @@ def _write_saved(
         header = make_header(path, {n: content.tensors[n] for n in beside}, {"format": "pt"})
         with Files() as files:
             write_shard(path, header, lambda n: blocks(content, n, files))
+    seal_source(
+        saved,
+        Manifest(hf.path, "hf", described, {n: known[n] for n in described}, config or hf.config),
+    )
 
 
 def _keep_fp8(
@@ -442,8 +243,15 @@ def _outcome(
     notes += file_notes(work.others)
     notes += resume_notes(earlier, taken_over)
     notes += idle_notes(work.fp8, fp8_weights(work.content).keys(), source)
+    rows, padded = work.args.get("vocab_size"), work.args.get("padded_vocab_size")
+    if padded != rows:
+        notes.append(
+            f"embedding and LM head have {padded:,} rows for {rows:,} tokens; those beyond are "
+            "zeros, exports cut them"
+        )
     if work.plan.table.needs:
         notes.append(f"to load it, Megatron-Core needs {work.plan.table.needs}")
+    notes += dtype_notes(work.plan, work.content.tensors)
     discarded = work.discarded
     for reason in dict.fromkeys(discarded.values()):
         names = [n for n, why in discarded.items() if why == reason]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtpconv.store.source import sync
+from mtpconv.store.durable import sync
 
 #: Tensors written at once.
 _ROWS = 1000

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from mtpconv.errors import UsageError
@@ -23,7 +24,8 @@ class Lock:
     """An exclusive lock on a file; released by `release` or by the end of the process.
 
     flock dies with its process, so a killed run leaves no lock. Where a filesystem has no
-    flock, the process id in the file says whether its holder still lives.
+    flock, the process id in the file says whether its holder still lives; a second file, made
+    exclusively, keeps two that start together apart.
     """
 
     def __init__(self, path: Path, what: Path) -> None:
@@ -46,19 +48,8 @@ class Lock:
             flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(self._path, flags, 0o644)
             try:
-                self._exclude_others(fd)
-                if not _is_ours(fd):
-                    raise UsageError(
-                        f"{self._path}: is in the way and was not made by mtpconv; move it "
-                        "elsewhere or name another target"
-                    )
-                # Its last holder may have removed the file between open and flock.
-                if _is_same(fd, self._path):
-                    holder = {"pid": os.getpid(), "host": socket.gethostname(), "at": time.time()}
-                    self._fd = fd
-                    with contextlib.suppress(OSError):  # a full disk is no reason to say it here
-                        os.ftruncate(fd, 0)
-                        os.pwrite(fd, json.dumps(holder).encode(), 0)
+                with self._others_excluded(fd):
+                    self._take(fd)
             finally:
                 if self._fd is None:
                     os.close(fd)
@@ -71,17 +62,52 @@ class Lock:
             os.close(self._fd)
             self._fd = None
 
-    def _exclude_others(self, fd: int) -> None:
+    def _take(self, fd: int) -> None:
+        if not _is_ours(fd):
+            raise UsageError(
+                f"{self._path}: is in the way and was not made by mtpconv; move it "
+                "elsewhere or name another target"
+            )
+        # Its last holder may have removed the file between open and flock.
+        if _is_same(fd, self._path):
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "at": time.time()}
+            self._fd = fd
+            with contextlib.suppress(OSError):  # a full disk is no reason to say it here
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, json.dumps(holder).encode(), 0)
+
+    @contextlib.contextmanager
+    def _others_excluded(self, fd: int) -> Iterator[None]:
+        """For good with flock, else until the file names its holder."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            flocked = True
         except OSError as error:
-            if error.errno in _NO_FLOCK:
-                if not _lives(_holder(fd)):
-                    return
-            elif error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-        raise UsageError(
+            flocked = False
+            if error.errno not in _NO_FLOCK:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                raise self._refusal(fd) from None
+        if flocked:
+            yield
+            return
+        claim = self._path.with_name(f"{self._path.name}.claim")
+        try:
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        except FileExistsError:
+            raise UsageError(
+                f"{claim}: another mtpconv is just starting; wait for it, or remove the file if "
+                "there is none"
+            ) from None
+        try:
+            if _lives(_holder(fd)):
+                raise self._refusal(fd)
+            yield
+        finally:
+            claim.unlink(missing_ok=True)
+
+    def _refusal(self, fd: int) -> UsageError:
+        return UsageError(
             f"{self._what}: another mtpconv is writing it{_named(_holder(fd))}; "
             "wait for it or name another target"
         )

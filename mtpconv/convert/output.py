@@ -13,6 +13,7 @@ import ctypes
 import errno
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,10 +21,10 @@ from typing import Self
 from mtpconv.convert.journal import Done, Journal, read_journals
 from mtpconv.convert.lock import Lock
 from mtpconv.convert.target import check_space, check_target, explain, work_folder
-from mtpconv.errors import MtpconvError, UsageError, WriteError
+from mtpconv.errors import MtpconvError, UnreadableError, UsageError, WriteError
 from mtpconv.ranks import Ranks
+from mtpconv.store.durable import sync
 from mtpconv.store.places import Places, real_path
-from mtpconv.store.source import sync
 
 #: The file by which a work folder is known to be ours.
 _MARK = "mtpconv"
@@ -33,11 +34,13 @@ _MARK_TEXT = b"An unfinished conversion; the next one to the same target removes
 class Output:
     """Context manager around one target folder; with several ranks, the first one owns it.
 
+    `about` says what will be written; ranks that do not all say the same write nothing.
     A target that is a link is written where the link leads.
 
     Raises: UsageError if the target exists (without `overwrite`), is, holds or lies in what the
-    command `reads`, or is being written; WriteError if there is too little space or the disk
-    fails. Neither it nor any other error of ours points into the work folder, which is gone then.
+    command `reads`, or is being written; UnreadableError if ranks differ; WriteError if there is
+    too little space or the disk fails. Neither it nor any other error of ours points into the work
+    folder, which is gone then.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Output:
         need: int,
         resume: bool = False,
         ranks: Ranks | None = None,
+        about: Callable[[], str] = str,
     ) -> None:
         self.shown = target
         self.target = real_path(target)
@@ -64,6 +68,7 @@ class Output:
         self._overwrite = overwrite
         self._need = need
         self._resume = resume
+        self._about = about
         self._known: dict[str, Done] = {}
         #: finished files of earlier runs that this rank took over
         self.taken_over = 0
@@ -82,7 +87,8 @@ class Output:
             self.ranks.meet(self._meeting)
             if self.ranks.is_first:
                 self._prepare()
-            self.ranks.gather("prepared", None)
+            if self.ranks.size > 1:
+                self._require_one_plan(self.ranks.gather("prepared", self._about()))
             if self._resume:
                 self._known = read_journals(self.work)
         except OSError as error:
@@ -148,7 +154,8 @@ class Output:
                 self.target.rename(self._replaced)
             self._appear()
         self._committed = True
-        sync(self.target.parent)
+        for parent in (self.target.parent, *(made.parent for made in self._parents)):
+            sync(parent)
 
     def _appear(self) -> None:
         try:
@@ -160,6 +167,16 @@ class Output:
                 f"{self.shown}: something appeared there meanwhile and was left as it is; "
                 "name another folder"
             ) from error
+
+    def _require_one_plan(self, plans: Sequence[str]) -> None:
+        other = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
+        if other is not None:
+            raise UnreadableError(
+                f"rank {other} would write something else than rank 0: its options or its source "
+                "differ (copies must have the same times, as of cp -p), or the source changed "
+                "before it started; start all again with one command, and name the iteration's "
+                "folder while training goes on"
+            )
 
     def _check(self) -> None:
         check_target(self.target, self._reads, overwrite=self._overwrite)
@@ -188,6 +205,9 @@ class Output:
         if self.folder.exists():
             shutil.rmtree(self.folder)
         known = read_journals(self.work)
+        for path in self._before.iterdir():
+            if path.name not in known:  # nobody would take it over
+                path.unlink()
         self.earlier = sum((self._before / name).exists() for name in known)
         kept = sum(path.stat().st_size for path in self._before.iterdir())
         check_space(self.shown, self._need - kept)

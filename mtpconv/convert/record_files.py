@@ -7,9 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blake3 import blake3
-
 from mtpconv import __version__
+from mtpconv.convert import identity
 from mtpconv.convert.growing import write_files
 from mtpconv.convert.journal import Done
 from mtpconv.convert.output import Output
@@ -47,20 +46,25 @@ class RecordFiles:
         self._recorder = Recorder(hf, plan, layout)
         self._source = f"{source} {layout.name}"
 
-    def write(self, folder: Path, out: Output, crew: Crew, progress: Progress) -> dict[str, str]:
+    def write(
+        self, folder: Path, out: Output, crew: Crew, progress: Progress, *, keep: bool
+    ) -> dict[str, str]:
         """Write this rank's records, and as the first one `.metadata` for those of all.
 
-        Gives the digests of the HF tensors that went in, whoever wrote them.
+        Gives the digests of the HF tensors that went in, whoever wrote them. The records will be
+        read soon if `keep`.
 
         Raises: WriteError, UnreadableError.
         """
-        mine = self._write_share(folder, out, crew, progress)
+        mine = self._write_share(folder, out, crew, progress, keep)
         shares: list[Any] = out.ranks.gather("written", [mine.written, mine.digests])
         if out.ranks.is_first:
             write_metadata(folder, (w for written, _ in shares for w in map(_written, written)))
         return {name: digest for _, digests in shares for name, digest in digests.items()}
 
-    def _write_share(self, folder: Path, out: Output, crew: Crew, progress: Progress) -> Share:
+    def _write_share(
+        self, folder: Path, out: Output, crew: Crew, progress: Progress, keep: bool
+    ) -> Share:
         steps = share(self._plan.steps, self._recorder.nbytes, out.ranks)
         progress.begin("convert", sum(map(self._recorder.nbytes, steps)))
         files = [
@@ -80,6 +84,7 @@ class RecordFiles:
             crew,
             wrote,
             lambda file: out.journal.add(file.name, Done(file.holds, file.digests)),
+            keep=keep,
         )
         mine = Share([], {})
         for file in files:
@@ -156,14 +161,7 @@ class _File:
     @cached_property
     def holds(self) -> str:
         """One digest over everything that decides the bytes of the file, hex."""
-        hasher = blake3(f"{__version__} {self._source}\n".encode())
-        kinds: dict[tuple[int, int], str] = {}  # experts share ops and specs
-        for step in self._steps:
-            at = (id(step.op), id(step.specs))
-            if at not in kinds:
-                kinds[at] = f"{step.op} {step.specs}"
-            hasher.update(f"{step.key} {kinds[at]} {' '.join(step.hf)}\n".encode())
-        return hasher.hexdigest()
+        return identity.of_steps(self._steps, __version__, self._source)
 
     @property
     def out(self) -> NewFile:

@@ -19,6 +19,7 @@ from mtpconv.store.content import (
     Piece,
     Reading,
     Run,
+    fill_each,
     pieces,
     reading,
     reading_of,
@@ -27,7 +28,7 @@ from mtpconv.store.content import (
 from mtpconv.store.crc import crc32
 from mtpconv.store.crew import batches
 from mtpconv.store.dequant import HfTensors
-from mtpconv.store.digest import digest_reading
+from mtpconv.store.digest import digest_parts, digest_reading
 from mtpconv.store.files import BLOCK
 from mtpconv.store.new_file import NewFile
 from mtpconv.store.torch_dist_writer import Room
@@ -208,14 +209,12 @@ def write_batch(file: NewFile, batch: Sequence[Placed], files: Files) -> list[tu
 def _fill_window(
     batch: Sequence[Placed], begin: int, window: memoryview, files: Files, found: _Digests
 ) -> None:
-    for record, room, _ in batch:
+    bodies = [window[room.start - begin : room.start + room.nbytes - begin] for _, room, _ in batch]
+    fill_each([(p.record.what, body) for p, body in zip(batch, bodies, strict=True)], files)
+    for (record, room, _), body in zip(batch, bodies, strict=True):
         data, after, end = room.start - begin, room.start + room.nbytes - begin, room.end - begin
-        body = window[data:after]
-        record.what.fill(files, body)
         window[room.begin - begin : data], window[after:end] = room.sealed(crc32(body))
-        for name, nbytes in zip(record.step.hf, record.sizes, strict=False):
-            found.append((name, blake3(body[:nbytes]).hexdigest()))
-            body = body[nbytes:]
+        found += digest_parts(zip(record.step.hf, record.sizes, strict=False), body)
 
 
 def _write_large(file: NewFile, record: Record, room: Room, files: Files, found: _Digests) -> None:

@@ -44,6 +44,15 @@ def resume_notes(earlier: int, taken_over: int) -> Iterator[str]:
         )
 
 
+def unsealed_notes(records: int) -> Iterator[str]:
+    """Records of which nothing tells whether they are whole."""
+    if records:
+        yield (
+            f"{records} records were saved without a CRC-32 of their own: flipped bits in them "
+            "cannot be seen"
+        )
+
+
 class Since(NamedTuple):
     """What became of the tensors since hf2mcore saved their digests."""
 

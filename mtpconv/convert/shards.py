@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,18 +12,13 @@ from blake3 import blake3
 from mtpconv.convert.growing import write_files
 from mtpconv.errors import UnreadableError
 from mtpconv.store.checkpoint import Checkpoint
-from mtpconv.store.content import Pieced, Reading, Run, fill_all, reading
+from mtpconv.store.content import Pieced, Reading, fill_all, reading
 from mtpconv.store.crew import Crew, batches
-from mtpconv.store.digest import digest_tensors
+from mtpconv.store.digest import digest_parts, digest_tensors
 from mtpconv.store.files import BLOCK, Files
 from mtpconv.store.hf import HfCheckpoint
 from mtpconv.store.new_file import NewFile
 from mtpconv.store.safetensors_header import ShardHeader, read_header
-
-#: A filesystem that cannot copy inside the kernel answers one of these.
-_NO_COPY = frozenset(
-    {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
-)
 
 
 class _Tensor(NamedTuple):
@@ -81,8 +76,7 @@ def write_shards(
 ) -> None:
     """Write shards, as many at once as there are jobs; `done` is told of each that is on disk.
 
-    Without `digest` nobody looks at the bytes: they are copied inside the kernel, and there
-    are no digests.
+    Without `digest` nobody looks at the bytes, now or later, and there are no digests.
 
     Raises: WriteError, OSError, UnreadableError.
     """
@@ -92,8 +86,15 @@ def write_shards(
         advance(nbytes, tensors[-1].name)
         return nbytes
 
-    write = _copy_and_digest if digest else _copy
-    write_files(shards, lambda shard: shard.batches(source), write, crew, wrote, done)
+    write_files(
+        shards,
+        lambda shard: shard.batches(source),
+        partial(_copy, digest=digest),
+        crew,
+        wrote,
+        done,
+        keep=digest,
+    )
 
 
 def shard_is_whole(path: Path, header: ShardHeader, digests: Mapping[str, str], crew: Crew) -> bool:
@@ -112,70 +113,34 @@ def shard_is_whole(path: Path, header: ShardHeader, digests: Mapping[str, str], 
     return all(digests[n] == d for n, d in digest_tensors(alone, names, workers=crew.jobs))
 
 
-_Digests = list[tuple[str, str]]
-
-
 def _nbytes(tensors: Sequence[_Tensor]) -> int:
     return sum(t.what.spec.nbytes for t in tensors)
 
 
-def _copy_and_digest(shard: Shard, tensors: Sequence[_Tensor], files: Files) -> _Digests:
+def _copy(
+    shard: Shard, tensors: Sequence[_Tensor], files: Files, *, digest: bool
+) -> list[tuple[str, str]]:
+    """Copy neighbours of a shard; gives their names with their digests.
+
+    Through memory, in blocks that stay in the cache: inside the kernel (`copy_file_range`) it took
+    longer, as source and target differ in order and do not begin at the same place of a page.
+    """
     total = _nbytes(tensors)
     if total > BLOCK:  # one large tensor
-        return [(t.name, _stream(shard, t, files)) for t in tensors]
-    digests = []
+        found = [(t.name, _stream(shard, t, files, digest=digest)) for t in tensors]
+        return found if digest else []
     with files.buffer(total) as window:
         fill_all([t.what for t in tensors], files, window)
-        at = 0
-        for name, what, _ in tensors:
-            end = at + what.spec.nbytes
-            digests.append((name, blake3(window[at:end]).hexdigest()))
-            at = end
         shard.out.write(tensors[0].at, window)
-    return digests
+        sizes = ((t.name, t.what.spec.nbytes) for t in tensors)
+        return list(digest_parts(sizes, window)) if digest else []
 
 
-def _stream(shard: Shard, tensor: _Tensor, files: Files) -> str:
+def _stream(shard: Shard, tensor: _Tensor, files: Files, *, digest: bool) -> str:
     hasher, at = blake3(), tensor.at
     for block in tensor.what.blocks(files):
-        hasher.update(block)
+        if digest:
+            hasher.update(block)
         shard.out.write(at, block)
         at += len(block)
     return hasher.hexdigest()
-
-
-def _copy(shard: Shard, tensors: Sequence[_Tensor], files: Files) -> _Digests:
-    runs = list(_runs(tensors))
-    if all(isinstance(run.file, Path) for run in runs):
-        try:
-            for run in runs:
-                _copy_in_kernel(shard.out, run, files)
-            return []
-        except OSError as error:
-            if error.errno not in _NO_COPY:
-                raise
-    _copy_and_digest(shard, tensors, files)
-    return []
-
-
-def _runs(tensors: Sequence[_Tensor]) -> Iterator[Run]:
-    """The runs of all tensors, at places of the file; a gather has none and counts as zeros."""
-    for _, what, at in tensors:
-        if what.runs is None:
-            yield Run(at, 0, None, 0)
-        for run in what.runs or ():
-            yield Run(at + run.at, run.nbytes, run.file, run.start)
-
-
-def _copy_in_kernel(out: NewFile, run: Run, files: Files) -> None:
-    assert isinstance(run.file, Path)
-    source = files.fd(run.file)
-    done = 0
-    while done < run.nbytes:
-        got = out.copy_range(run.at + done, run.nbytes - done, source, run.start + done)
-        if got == 0:
-            raise UnreadableError(
-                f"{run.file}: ends at byte {run.start + done}, {run.nbytes - done} bytes short; "
-                "the file is truncated, fetch it again"
-            )
-        done += got

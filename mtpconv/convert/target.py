@@ -35,8 +35,21 @@ def check_target(target: Path, reads: Places, *, overwrite: bool) -> None:
             raise UsageError(f"{target}: holds the mount point {mount}; name another folder")
     if os.path.ismount(real):  # where there is no /proc
         raise UsageError(f"{target}: is a mount point; name a folder inside it")
-    if any(real.iterdir()) and not overwrite:
+    if not any(real.iterdir()):
+        return
+    if not overwrite:
         raise UsageError(f"{target}: exists and is not empty; pass --overwrite or name another")
+    here = _current()
+    if here is not None and (here == real or real in here.parents):
+        # Its place is taken by another folder, and relative paths would lead nowhere.
+        raise UsageError(f"{target}: is or holds the current folder; go elsewhere to replace it")
+
+
+def _current() -> Path | None:
+    try:
+        return real_path(Path.cwd())
+    except OSError:
+        return None  # somebody removed it
 
 
 def work_folder(real: Path) -> Path:

@@ -14,6 +14,7 @@ from mtpconv.store.content import Pieced
 from mtpconv.store.crc_check import CrcCheck
 from mtpconv.store.digest import digest_tensors
 from mtpconv.tensors import TensorSpec
+from mtpconv.view import HfView
 
 
 def require_accepted(shards: Iterable[Path]) -> None:
@@ -46,6 +47,19 @@ def require_crcs(check: CrcCheck, ranks: Ranks, jobs: int) -> None:
     if broken:
         more = f" (and {len(broken) - 1} more records)" if len(broken) > 1 else ""
         raise UnreadableError(f"{broken[0].fault}{more}; --no-verify converts what is there")
+
+
+def require_zeros(view: HfView) -> None:
+    """Rows beyond the vocabulary, which no HF tensor shows, are the zeros that were written.
+
+    Raises: RefusedError naming the tensors.
+    """
+    bad = [name for name, _ in view.nonzero_padding()]
+    if bad:
+        raise RefusedError(
+            f"verification: the padding of {compress(bad, 4)} does not read back as zeros; nothing "
+            "was kept, check disk and memory"
+        )
 
 
 def verify_digests(

@@ -81,8 +81,9 @@ def require_whole(view: HfView, source: Path, *, drop_mtp: bool, left_out: Colle
     if padding:
         name, rows = padding[0]
         raise RefusedError(
-            f"{source}: {name}: {rows} rows beyond the config's vocabulary are not zero; they were "
-            "trained, and cutting them would lose them; correct vocab_size in the config"
+            f"{source}: {name}: {rows} rows beyond the config's vocabulary are not zero; they "
+            "were trained, and cutting them would lose them: correct vocab_size in the config; or "
+            "they are damaged"
         )
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from mtpconv.errors import MtpconvError
+from mtpconv.errors import MtpconvError, UsageError
 from mtpconv.geometry import FACTS, Config, read_geometry
 from mtpconv.mapping.layouts import DIALECTS, Layout, addresses, layout_of, training_layout
 from mtpconv.mapping.ops import BUILDERS, ShapeError
 from mtpconv.mapping.plan import Plan, Step, make_plan
 from mtpconv.mapping.table import EACH, PLACEHOLDERS, Fault, Stack, Table
+from mtpconv.mapping.table_reader import read_table
 from mtpconv.ranges import compress
 from mtpconv.tensors import Box, TensorSpec
+from mtpconv.tiling import tiling_flaw
 
 #: Code and meaning of every static rule.
 RULES: Mapping[str, str] = {
@@ -32,14 +35,28 @@ RULES: Mapping[str, str] = {
     "M10": "shape law of an op broken",
     "M11": "layout that spells two tensors alike",
     "M12": "discard without a reason",
-    "M13": "config promises MTP but no stack iterates it, or the reverse",
+    "M13": "config promises MTP but no stack iterates it",
     "M14": "crossed leaf names",
     "M15": "HF name without dims in [shapes]",
     "M16": "block defined twice, or an include outside blocks/",
-    "M17": "shape or dtype in the inventory differs from the plan",
+    "M17": "shape in the inventory differs from the plan",
 }
 
+#: Keys that a reader of torch_dist takes for optimizer state, as mtpconv.store.dist_metadata does.
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
+
+
+def own_table(path: Path) -> Table:
+    """A table that a user brings: unlike the shipped ones nobody has tested it.
+
+    Raises: UsageError that names the first broken rule of those that need nothing but the table,
+    or as `read_table`.
+    """
+    table = read_table(path)
+    for fault in check_table(table):
+        raise UsageError(str(fault))
+    return table
 
 
 def check_table(table: Table) -> list[Fault]:
@@ -56,6 +73,7 @@ def check_table(table: Table) -> list[Fault]:
     for stack in table.stacks:
         faults += _placeholders(table, stack)
         faults += _crossed(table, stack)
+        faults += _unreadable(table, stack)
     names = {n for rows in table.blocks.values() for r in rows for n in r.hf}
     for rows in table.blocks.values():
         for row in rows:
@@ -220,10 +238,6 @@ def _layouts(plan: Plan) -> Iterator[Layout]:
 
 
 def _placeholders(table: Table, stack: Stack) -> Iterator[Fault]:
-    given = EACH.get(stack.each, frozenset())
-    for text in (stack.mcore, stack.hf):
-        for found in set(_PLACEHOLDER.findall(text)) - given:
-            yield Fault("M04", stack.where, f"{{{found}}} has no value in {stack.each!r}")
     if stack.each != "once" and not (
         {"layer", "depth", "inner"} & set(_PLACEHOLDER.findall(stack.mcore))
     ):
@@ -240,6 +254,17 @@ def _placeholders(table: Table, stack: Stack) -> Iterator[Fault]:
                 yield Fault(
                     "M04", row.where, f"{row.key}: left has {sorted(left)}, right {sorted(right)}"
                 )
+
+
+def _unreadable(table: Table, stack: Stack) -> Iterator[Fault]:
+    """Rows whose tensor no reader of the Megatron checkpoint would find."""
+    for use in table.uses(stack):
+        for row in table.blocks.get(use.name, ()):
+            key = _PLACEHOLDER.sub("0", stack.mcore + row.key)
+            if _OPTIMIZER.match(key):
+                yield Fault("M01", row.where, f"{key} would be read back as optimizer state")
+            elif not key:
+                yield Fault("M01", row.where, f"{list(row.hf)} has an empty key")
 
 
 def _stem(name: str) -> str:
@@ -262,8 +287,8 @@ def _crossed(table: Table, stack: Stack) -> Iterator[Fault]:
     left = {_stem(r.key) for r in every}
     right = {_stem(n) for r in every for n in r.hf}
     for rows in blocks.values():
-        words_left = {_leaf(r.key) for r in rows}
-        words_right = {_leaf(n) for r in rows for n in r.hf}
+        words_left = {_leaf(r.key) for r in rows} - {""}  # a name without a dot has no module
+        words_right = {_leaf(n) for r in rows for n in r.hf} - {""}
         for row in rows:
             if row.op not in ("copy", "pad_rows") or len(row.hf) != 1:
                 continue
@@ -302,9 +327,10 @@ def _consumption(plan: Plan) -> Iterator[Fault]:
             row = next(s.row for s in plan.steps if name in s.hf)
             yield Fault("M09", row.where, f"{name} is consumed {count + (name in boxes)} times")
     for name, parts in boxes.items():
-        total = sum(box.elements for box, _ in parts)
-        if len({box for box, _ in parts}) < len(parts) or total != plan.hf[name].elements:
-            yield Fault("M09", parts[0][1].row.where, f"{name} is not consumed exactly once")
+        flaw = tiling_flaw(plan.hf[name].shape, [box for box, _ in parts])
+        if flaw:
+            text = f"{name} is not consumed exactly once: the parts that rows take {flaw}"
+            yield Fault("M09", parts[0][1].row.where, text)
 
 
 def known_words() -> Mapping[str, Collection[str]]:

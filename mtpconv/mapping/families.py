@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mtpconv.mapping.table import Table, find_table, table_names
+from mtpconv.mapping.table import Table
+from mtpconv.mapping.table_reader import find_table, table_names
 
 
 @dataclass(frozen=True, slots=True)

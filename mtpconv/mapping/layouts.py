@@ -20,7 +20,7 @@ from mtpconv.errors import UsageError
 from mtpconv.geometry import Geometry
 from mtpconv.mapping.plan import Plan, Step
 from mtpconv.mapping.stored import Halved, Kept, Reordered, restored
-from mtpconv.mapping.table import mappings_folder
+from mtpconv.mapping.table_reader import mappings_folder
 from mtpconv.tensors import Shape
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from mtpconv.tensors import Box, Shape
 
-Words = NDArray[Any]
+if TYPE_CHECKING:  # plans are made of shapes; only whoever moves words here waits for numpy
+    from numpy.typing import NDArray
+
+Words: TypeAlias = "NDArray[Any]"
 
 #: Operand number of a move that has no operand: rows of zeros on the Megatron side.
 PADDING = -1
@@ -73,6 +73,8 @@ class Op:
 
     def forward(self, operands: Sequence[Words]) -> Words:
         """The Megatron tensor made of these HF tensors."""
+        import numpy as np
+
         shapes = [o.shape for o in operands]
         out = np.zeros(self.shape(shapes), operands[0].dtype)
         for move in self.moves(shapes):
@@ -85,6 +87,8 @@ class Op:
 
     def backward(self, tensor: Words, operands: Sequence[Shape]) -> list[Words]:
         """The HF tensors of these shapes that the Megatron tensor is made of."""
+        import numpy as np
+
         out = [np.zeros(shape, tensor.dtype) for shape in operands]
         for move in self.moves(operands):
             if move.operand != PADDING:

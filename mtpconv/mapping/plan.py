@@ -10,16 +10,14 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from mtpconv.errors import UsageError
 from mtpconv.geometry import Config, Geometry, Kind, read_geometry
 from mtpconv.mapping.ops import BUILDERS, Op, PadRows, Site
-from mtpconv.mapping.table import CopyRule, Row, Stack, Table
+from mtpconv.mapping.table import MAX_DEPTHS, CopyRule, Row, Stack, Table
 from mtpconv.tensors import ROOT, Region, Shape, TensorSpec
-
-#: More MTP depths than any release has; where a checkpoint is counted, counting stops here.
-MAX_DEPTHS = 16
 
 
 class Step(NamedTuple):
@@ -252,6 +250,8 @@ def _spec(table: Table, geometry: Geometry, row: Row, name: str, layer: int) -> 
     if dims is None:
         raise UsageError(f"{row.where}: M15 {name} has no entry in [shapes]; add its dims")
     shape = tuple(geometry.dim(d, layer) for d in dims)
+    if prod(shape) >= 1 << 63:
+        raise UsageError(f"{row.where}: {name} has more elements than any file can hold")
     return TensorSpec(table.dtypes.get(name, geometry.dtype), shape)
 
 

@@ -23,6 +23,7 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "index_ambiguous": "keep one index in the folder",
     "duplicate_key_in_config": "delete the wrong one of the two keys",
     "config_missing": "copy config.json from the source",
+    "source_damaged": "copy hf_source again; to export with other files, use --like",
     "config_mismatch": "set the fields to what the reference says",
     "config_contradiction": "decide which of the fields is right and delete the other",
     "mtp_missing": "restore the MTP tensors, or set the field to 0 if they are gone on purpose",

@@ -18,7 +18,7 @@ from mtpconv.convert import hf2mcore
 from mtpconv.errors import MtpconvError, RefusedError
 from mtpconv.geometry import MTP_FIELDS, text_config
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.selftest.copies import Copy, NotApplicable, read_copy, write_copy
 from mtpconv.selftest.faults import FAULTS
 from mtpconv.store.hf import open_hf

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import cast
 
+from blake3 import blake3
+
 from mtpconv.errors import RefusedError, UnreadableError
 from mtpconv.store.checkpoint import Chunk
 from mtpconv.store.content import Run
@@ -40,13 +42,15 @@ SPAN = 8 << 20
 KEPT = 64
 #: Units: seconds before a failed request is made again.
 _PAUSES = (0.5, 2.0, 8.0)
-#: What an HF folder may have besides weights, where a server gives no listing.
-_USUAL = (
+#: What loaders look for in an HF folder besides config and weights.
+LOADED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
-    "processor_config.json", "README.md", "LICENSE",
+    "processor_config.json",
 )  # fmt: skip
+#: What an HF folder may have besides weights, where a server gives no listing.
+_USUAL = (*LOADED, "README.md", "LICENSE")
 
 
 class Stretches:
@@ -209,7 +213,7 @@ def stamp(path: Path, mark: str) -> None:
 
     Whoever asks whether the mirror changed learns whether the original did.
     """
-    time_of = int.from_bytes(mark.encode()[-7:], "big")
+    time_of = int.from_bytes(blake3(mark.encode()).digest()[:7], "big")
     os.utime(path, ns=(time_of, time_of))
 
 
@@ -224,7 +228,8 @@ def open_afar(url: str, folder: Path, remote: Remote | None = None) -> AfarCheck
     """
     url = url.rstrip("/")
     remote = remote or open_remote(url)
-    mirror_headers(url, folder, remote)
+    found: dict[str, str] = {}
+    mirror_headers(url, folder, remote, found)
     listed = remote.below("")
     for name in _USUAL if listed is None else listed:
         if not name.endswith((".safetensors", *OTHER_WEIGHTS)) and not (folder / name).exists():
@@ -235,9 +240,12 @@ def open_afar(url: str, folder: Path, remote: Remote | None = None) -> AfarCheck
             raise RefusedError(f"{url}: {problem.message}; download it")
     for file in list(hf.shards)[:1]:
         require_ranges(remote, url, file)
-    marks = {file: remote.mark(file) for file in hf.shards}
+    marks = {file: found[file] for file in hf.shards}
     for file, mark in marks.items():
         stamp(folder / file, mark)
+    for path in folder.rglob("*"):  # small ones are here whole: their bytes say it
+        if path.is_file() and path.relative_to(folder).as_posix() not in found:
+            stamp(path, blake3(path.read_bytes()).hexdigest())
     same = {one.name: getattr(hf, one.name) for one in fields(HfCheckpoint)}
     kept = Stretches()
     afar = {f: AfarFile(remote, url, f, header.size, kept) for f, header in hf.shards.items()}

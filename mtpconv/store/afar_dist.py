@@ -9,27 +9,39 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from mtpconv.errors import UnreadableError
-from mtpconv.store.afar import AfarCheckpoint, AfarFile, Stretches, require_marks
-from mtpconv.store.checkpoint import Chunk
+from mtpconv.store.afar import AfarCheckpoint, AfarFile, Stretches, open_afar, require_marks
+from mtpconv.store.checkpoint import Chunk, require_sound
 from mtpconv.store.crc import LATE, Sealed, SealedFile
-from mtpconv.store.dist_metadata import Place, StoredChunk
 from mtpconv.store.files import Files
 from mtpconv.store.objects import object_at
-from mtpconv.store.records import Located, RecordReader
-from mtpconv.store.remote_dist import DistMirror, mirror_dist
-from mtpconv.store.source import CARRIED, QUANTISED, HfSource, find_source
-from mtpconv.store.torch_dist import TorchDistCheckpoint, open_torch_dist
+from mtpconv.store.records import RecordReader
+from mtpconv.store.remote import Remote, open_remote
+from mtpconv.store.remote_dist import (
+    DistMirror,
+    holds_dist,
+    mirror_dist,
+    mirror_source,
+    stand_in,
+)
+from mtpconv.store.source import (
+    CARRIED,
+    FOLDER,
+    HEADERS,
+    QUANTISED,
+    HfSource,
+    find_source,
+    read_source,
+    source_of_hf,
+)
+from mtpconv.store.torch_dist import Held, TorchDistCheckpoint, open_torch_dist
 from mtpconv.store.zips import Pread
-from mtpconv.tensors import TensorSpec
-
-_Held = tuple[Place, str, TensorSpec]
 
 
 class AfarRecords:
@@ -38,7 +50,7 @@ class AfarRecords:
     The bytes of a tensor begin at the place of its record here, wherever inside it they are.
     """
 
-    def __init__(self, file: AfarFile, reader: RecordReader, held: Sequence[_Held]) -> None:
+    def __init__(self, file: AfarFile, reader: RecordReader, held: Sequence[Held]) -> None:
         """`held` are the records with the tensors that they must hold, in the order of the file."""
         self._file = file
         self._reader = reader
@@ -90,14 +102,9 @@ class AfarDist(TorchDistCheckpoint):
         self._metadata = mirrored._metadata
         self._problems = mirrored._problems
         self._files = files
-        held: dict[str, list[_Held]] = {}
-        for name, spec in self.tensors.items():
-            for chunk in self._metadata.chunks[name]:
-                one = chunk.place, name, TensorSpec(spec.dtype, chunk.box.sizes)
-                held.setdefault(chunk.place.file, []).append(one)
         self._afar = {
             file: AfarRecords(files[file], self._records, sorted(records, key=lambda r: r[0]))
-            for file, records in held.items()
+            for file, records in self._held().items()
             if file in files
         }
 
@@ -108,7 +115,7 @@ class AfarDist(TorchDistCheckpoint):
         """
         chunks = self._metadata.chunks[name]
         for chunk in chunks:
-            self._file(chunk.place)
+            self._file(chunk.place.file)
         return [Chunk(cast(Path, self._afar[c.place.file]), c.place.offset, c.box) for c in chunks]
 
     def sealed(self) -> Sealed:
@@ -118,27 +125,40 @@ class AfarDist(TorchDistCheckpoint):
     def read_object(self, name: str) -> Any:
         """See `TorchDistCheckpoint.read_object`."""
         place = self._metadata.objects[name]
-        file = self._file(place)
+        file = self._file(place.file)
         where = f"{file}: the record of {name} at byte {place.offset:,}"
         return object_at(file.pread, place.offset, place.length, where)
 
-    def _locate(
-        self,
-        name: str,
-        spec: TensorSpec,
-        chunk: StoredChunk,
-        files: dict[str, Pread],  # noqa: ARG002
-        closing: ExitStack,  # noqa: ARG002
-    ) -> Located:
-        file = self._file(chunk.place)
-        held = TensorSpec(spec.dtype, chunk.box.sizes)
-        return self._records.find(file.pread, chunk.place, name, held, str(file))
+    @contextmanager
+    def _opened(self, file: str) -> Iterator[tuple[Pread, str]]:
+        found = self._file(file)
+        yield found.pread, str(found)
 
-    def _file(self, place: Place) -> AfarFile:
-        found = self._files.get(place.file)
+    def _file(self, file: str) -> AfarFile:
+        found = self._files.get(file)
         if found is None:
-            raise UnreadableError(f"{place.file} is named in .metadata and is not there")
+            raise UnreadableError(f"{file} is named in .metadata and is not there")
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class AfarSource:
+    """A remote HF folder or `hf_source`; files and headers are in its mirror, tensors are not."""
+
+    source: HfSource
+    tensors: tuple[AfarCheckpoint, ...]
+    #: where it is read
+    reads: tuple[str, ...]
+
+    @property
+    def memory(self) -> int:
+        """Units: bytes. What is kept of it at most."""
+        return Stretches.memory() * len(self.tensors)
+
+    def require_unchanged(self) -> None:
+        """Refuse a source that changed. Raises: UnreadableError naming the first file."""
+        for tensors in self.tensors:
+            tensors.require_unchanged()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,19 +166,19 @@ class AfarMegatron:
     """A remote torch_dist checkpoint and its `hf_source`, opened."""
 
     checkpoint: AfarDist
-    source: HfSource | None
+    source: AfarSource | None
     mirror: DistMirror
 
     @property
     def memory(self) -> int:
         """Units: bytes. What is kept of it at most."""
-        return Stretches.memory() * (1 + len(self.mirror.beside))
+        return Stretches.memory() + (self.source.memory if self.source else 0)
 
     def require_unchanged(self) -> None:
         """Refuse a source that changed. Raises: UnreadableError naming the first file."""
         require_marks(self.mirror.remote, self.mirror.marks)
-        for tensors in self.mirror.beside.values():
-            tensors.require_unchanged()
+        if self.source is not None:
+            self.source.require_unchanged()
 
 
 def open_dist_afar(url: str, place: Path, *, source: bool = True) -> AfarMegatron:
@@ -175,8 +195,57 @@ def open_dist_afar(url: str, place: Path, *, source: bool = True) -> AfarMegatro
         for name, size in mirror.sizes.items()
     }
     checkpoint = AfarDist(open_torch_dist(mirror.path), files)
-    origin = find_source(mirror.path) if source else None
-    if origin is not None:  # what it found is the mirror, which has no bytes
-        tensors: Mapping[str, AfarCheckpoint] = mirror.beside
-        origin = replace(origin, carried=tensors.get(CARRIED), quantised=tensors.get(QUANTISED))
+    found = find_source(mirror.path) if source else None
+    origin = None if found is None else _opened_source(found, mirror.beside, mirror.reads)
     return AfarMegatron(checkpoint, origin, mirror)
+
+
+def open_any_afar(url: str, place: Path) -> AfarCheckpoint | AfarMegatron:
+    """Open a remote checkpoint of either format, without an `hf_source`.
+
+    Its mirror lies below `place`, which is empty and stands for the folder that holds the URL.
+
+    Raises: as `open_afar` and `open_dist_afar`.
+    """
+    url = url.rstrip("/")
+    remote = open_remote(url)
+    if holds_dist(remote):
+        return open_dist_afar(url, place, source=False)
+    return _open_hf(url, place, remote)
+
+
+def open_source_afar(url: str, place: Path) -> AfarSource:
+    """Open a remote HF folder, `hf_source`, or a Megatron checkpoint that has one.
+
+    Its mirror lies below `place`, which is empty and stands for the folder that holds the URL.
+
+    Raises: as `open_afar` and `open_dist_afar`; UnreadableError if there is none.
+    """
+    url = url.rstrip("/")
+    remote, folder = open_remote(url), stand_in(url, place)
+    saved = folder.name == FOLDER or remote.below(HEADERS)
+    beside = mirror_source(remote, url, folder) if saved else None
+    if beside is not None:
+        return _opened_source(read_source(folder), beside, (url,))
+    if holds_dist(remote):
+        origin = open_dist_afar(url, place).source
+        if origin is None:
+            raise UnreadableError(f"{url}: has no {FOLDER}; name the original HuggingFace folder")
+        return origin
+    hf = _open_hf(url, place, remote)
+    require_sound(hf)
+    return AfarSource(source_of_hf(hf), (hf,), (url,))
+
+
+def _open_hf(url: str, place: Path, remote: Remote) -> AfarCheckpoint:
+    folder = stand_in(url, place)
+    folder.mkdir()
+    return open_afar(url, folder, remote)
+
+
+def _opened_source(
+    found: HfSource, beside: Mapping[str, AfarCheckpoint], reads: tuple[str, ...]
+) -> AfarSource:
+    """What was found is a mirror, which has no tensor bytes: `beside` has them."""
+    own = replace(found, carried=beside.get(CARRIED), quantised=beside.get(QUANTISED))
+    return AfarSource(own, tuple(beside.values()), reads)

@@ -9,18 +9,19 @@ are gathered, a bounded number of rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 from mtpconv.errors import UnreadableError
 from mtpconv.store.checkpoint import Checkpoint
-from mtpconv.store.files import BLOCK, Files, Store
+from mtpconv.store.files import BLOCK, Files, Store, Wanted
 from mtpconv.store.gather import gather
 from mtpconv.tensors import DTYPE_BITS, Box, Shape, TensorSpec
 
 __all__ = [
     "BLOCK", "Files", "Piece", "Pieced", "Reading", "Run", "blocks", "blocks_of", "fill_all",
-    "pieces", "reading", "reading_of", "runs_of", "stretch",
+    "fill_each", "pieces", "reading", "reading_of", "runs_of", "stretch",
 ]  # fmt: skip
 
 
@@ -83,8 +84,7 @@ class Reading(NamedTuple):
         Raises: UnreadableError if a file ends early.
         """
         if self.runs is not None:
-            for at, nbytes, file, start in self.runs:
-                read_run(files, file, start, out[at : at + nbytes])
+            fill_each([(self, out)], files)
             return
         at = 0
         for block in gather(self.spec, self.parts, files, BLOCK):
@@ -97,20 +97,26 @@ def fill_all(readings: Sequence[Reading], files: Files, out: memoryview) -> None
 
     Raises: UnreadableError if a file ends early.
     """
-    at = 0
-    file, start, first, end = None, 0, 0, 0  # what is still to be read, and where it goes
-    for one in readings:
-        for run in one.runs or ():
-            if run.file is not file or run.start - start != at + run.at - first:
-                if end > first:
-                    read_run(files, file, start, out[first:end])
-                file, start, first = run.file, run.start, at + run.at
-            end = at + run.at + run.nbytes
-        if one.runs is None:
-            one.fill(files, out[at : at + one.spec.nbytes])
-        at += one.spec.nbytes
-    if end > first:
-        read_run(files, file, start, out[first:end])
+    ends = accumulate((what.spec.nbytes for what in readings), initial=0)
+    fill_each(
+        [(what, out[a:b]) for what, (a, b) in zip(readings, pairwise(ends), strict=True)], files
+    )
+
+
+def fill_each(targets: Iterable[tuple[Reading, memoryview]], files: Files) -> None:
+    """Put tensors where they shall be, each a view of exactly its bytes; else as `fill_all`."""
+    wanted: list[Wanted] = []
+    for what, out in targets:
+        if what.runs is None:
+            what.fill(files, out)
+            continue
+        for at, nbytes, file, start in what.runs:
+            part = out[at : at + nbytes]
+            if file is None:
+                read_run(files, None, 0, part)
+            else:
+                wanted.append(Wanted(file, start, part))
+    files.read_all(wanted)
 
 
 def reading(source: Checkpoint | Pieced, name: str) -> Reading:

@@ -6,6 +6,7 @@ read_metadata, read 2026-11-29.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -23,6 +24,8 @@ COMMON = "common.pt"
 #: A training iteration, or "release" for a checkpoint that was converted, not trained.
 Iteration = int | Literal["release"]
 
+#: A tracker that says more is damaged.
+MAX_ITERATION = 10**18 - 1
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
@@ -96,6 +99,14 @@ def is_torch_dist(path: Path) -> bool:
     return True
 
 
+def is_parent(path: Path) -> bool:
+    """Whether a folder holds those of iterations, even if nothing says which one is meant."""
+    try:
+        return any(named_iteration(p) is not None for p in path.iterdir() if p.is_dir())
+    except OSError:
+        return False
+
+
 def open_file(file: Path) -> int:
     """A descriptor for reading an ordinary file.
 
@@ -104,8 +115,10 @@ def open_file(file: Path) -> int:
     try:
         fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
+        full = error.errno in (errno.EMFILE, errno.ENFILE)
+        advice = "raise `ulimit -n`" if full else "copy the checkpoint again"
         raise UnreadableError(
-            f"{file.name}: cannot be opened: {error.strerror}; copy the checkpoint again"
+            f"{file.name}: cannot be opened: {error.strerror}; {advice}"
         ) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

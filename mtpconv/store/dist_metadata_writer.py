@@ -13,13 +13,13 @@ from typing import Any
 
 from mtpconv.errors import WriteError
 from mtpconv.store.dist_folder import COMMON, CONFIG, METADATA, TRACKER, Iteration
-from mtpconv.store.dist_metadata import tiling_flaw
 from mtpconv.store.pickle_writer import PickleWriter, integer
 from mtpconv.store.pickles import Global, Instance
 from mtpconv.store.record_writer import object_record
 from mtpconv.store.torch_dist_writer import Written, sync_folder, write_file
 from mtpconv.store.torch_names import TORCH_DTYPES
 from mtpconv.tensors import Box
+from mtpconv.tiling import tiling_flaw
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _METADATA = Global(f"{_CHECKPOINT}.metadata", "Metadata")

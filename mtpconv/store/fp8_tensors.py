@@ -10,6 +10,7 @@ from mtpconv.errors import RefusedError, UnsupportedError
 from mtpconv.geometry import text_config
 from mtpconv.ranges import compress
 from mtpconv.store.fp8 import SCALE_DTYPES, Grid
+from mtpconv.store.safetensors_header import plain
 from mtpconv.tensors import TensorSpec
 
 SCALE = "_scale_inv"
@@ -86,26 +87,27 @@ def find_fp8(
         scale = tensors.get(name + SCALE)
         if scale is None:
             raise RefusedError(
-                f"{where}: {name} is {spec.dtype} and its scale {name}{SCALE} is missing; "
-                "without it the codes say nothing, fetch the shard that holds it"
+                f"{where}: {plain(name)} is {spec.dtype} and its scale {plain(name + SCALE)} is "
+                "missing; without it the codes say nothing, fetch the shard that holds it"
             )
         if spec.dtype != "F8_E4M3" or scale.dtype not in SCALE_DTYPES:
             raise UnsupportedError(
-                f"{where}: {name} is {spec.dtype} with scales of {scale.dtype}; convert the BF16 "
-                "release, inventory and audit work on this one"
+                f"{where}: {plain(name)} is {spec.dtype} with scales of {scale.dtype}; convert "
+                "the BF16 release, inventory and audit work on this one"
             )
         grid = Grid(spec.shape, block)
         if len(spec.shape) < 2 or scale.shape != grid.scale_shape:
             wanted = list(grid.scale_shape) if len(spec.shape) > 1 else "two axes"
             raise RefusedError(
-                f"{where}: M17 {name}{SCALE} has shape {list(scale.shape)}; {name} is "
-                f"{list(spec.shape)}, whose blocks of {block[0]}x{block[1]} need {wanted}"
+                f"{where}: M17 {plain(name + SCALE)} has shape {list(scale.shape)}; "
+                f"{plain(name)} is {list(spec.shape)}, whose blocks of {block[0]}x{block[1]} "
+                f"need {wanted}"
             )
         found[name] = Quantised(name, name + SCALE, grid, scale.dtype, power_of_two)
     stray = [n for n in tensors if n.endswith(SCALE) and n.removesuffix(SCALE) not in found]
     if stray:
         raise RefusedError(
-            f"{where}: {len(stray)} scales have no FP8 weight: {compress(stray, 4)}; "
+            f"{where}: {len(stray)} scales have no FP8 weight: {compress(map(plain, stray), 4)}; "
             "fetch the weights they belong to"
         )
     if stated.get("quant_method") == "fp8" and not found:
@@ -159,7 +161,7 @@ def refuse_others(tensors: Mapping[str, TensorSpec], stated: Mapping[str, Any], 
         if names:
             name = f"{form}, {_stated_form(stated)}" if stated.get("quant_method") else form
             raise UnsupportedError(
-                f"{where}: is quantised ({name}; {len(names)} tensors like {names[0]}); "
+                f"{where}: is quantised ({name}; {len(names)} tensors like {plain(names[0])}); "
                 "convert the BF16 release, inventory and audit work on this one"
             )
 
@@ -167,11 +169,13 @@ def refuse_others(tensors: Mapping[str, TensorSpec], stated: Mapping[str, Any], 
 def _stated_form(stated: Mapping[str, Any]) -> str:
     """The format in the words of the config."""
     more = stated.get("quant_algo") or stated.get("format")
-    return f"quant_method {stated.get('quant_method')}" + (f" {more}" if more else "")
+    said = f"quant_method {stated.get('quant_method')}" + (f" {more}" if more else "")
+    return plain(said)
 
 
 def _block(stated: Mapping[str, Any], where: str) -> tuple[int, int]:
     block = stated.get("weight_block_size") or [128, 128]
     if isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block):
         return block[0], block[1]
-    raise RefusedError(f"{where}: weight_block_size {block!r} in config.json is no pair of sizes")
+    said = f"weight_block_size {plain(repr(block))} in config.json"
+    raise RefusedError(f"{where}: {said} is no pair of sizes")

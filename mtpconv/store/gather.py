@@ -42,7 +42,7 @@ def gather(
         raise UnreadableError(f"a {spec.dtype} tensor of shape {spec.shape} cannot be cut")
     word = _WORD[bits]
     # Leading axes of size 1 would make every block the whole tensor.
-    lead = next(i for i, n in enumerate(spec.shape) if n > 1)
+    lead = next((i for i, n in enumerate(spec.shape) if n > 1), len(spec.shape) - 1)
     shape = spec.shape[lead:]
     row = prod(shape[1:]) * bits // 8
     # Each block of a transposed piece touches all of its rows: few and large ones, then.

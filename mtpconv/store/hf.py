@@ -6,6 +6,7 @@ so that the auditor can name all faults at once. Converters call `require_sound`
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,13 @@ from mtpconv.store.checkpoint import Chunk, Problem
 from mtpconv.store.content import Run
 from mtpconv.store.hf_index import INDEX_NAME, IndexFile, find_index, outside, parse_index
 from mtpconv.store.json_text import read_json
-from mtpconv.store.safetensors_header import ShardHeader, link_text, plain, read_header
+from mtpconv.store.safetensors_header import (
+    ShardHeader,
+    link_target,
+    link_text,
+    plain,
+    read_header,
+)
 from mtpconv.tensors import Box, TensorSpec
 
 CONFIG_NAME = "config.json"
@@ -231,8 +238,8 @@ def _read_shards(
 def _unreadable(full: Path, file: str, inside: tuple[str, ...], message: str) -> Problem:
     if inside and _is_absent(full):
         what = f"index puts {len(inside)} tensors into {plain(file)}, which is not there"
-        if full.is_symlink():
-            what += f" (a symlink to {plain(str(full.readlink()))})"
+        if (target := link_target(full)) is not None:
+            what += f" (a symlink to {plain(target)})"
         elif (target := link_text(full)) is not None:
             what += f" (a text file that stands for a symlink to {plain(target)})"
         return Problem("index_missing_file", what + "; fetch it", file=file, tensors=inside)
@@ -240,13 +247,15 @@ def _unreadable(full: Path, file: str, inside: tuple[str, ...], message: str) ->
 
 
 def _is_absent(full: Path) -> bool:
-    """No file, a symlink to nothing, or a text file that stands for such a symlink."""
+    """No file, a name none can have, a symlink to nothing or a text file that stands for one."""
     try:
         if not full.exists():
             return True
         target = link_text(full)
         return target is not None and not (full.parent / target).exists()
-    except (OSError, ValueError):
+    except OSError as error:
+        return error.errno == errno.ENAMETOOLONG
+    except ValueError:
         return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,3 +79,13 @@ def outside(file: str) -> bool:
         not file or "\0" in file or "\\" in file or path.is_absolute() or ".." in path.parts
         or not path.name
     )  # fmt: skip
+
+
+def has_file(folder: Path, file: str) -> bool:
+    """Whether a folder holds a file; the name is anybody's, and may be longer than names can be."""
+    try:
+        return (folder / file).is_file()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False

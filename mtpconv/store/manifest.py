@@ -24,7 +24,9 @@ from mtpconv.errors import UnreadableError, UnsupportedError, WriteError
 from mtpconv.ranks import Ranks, share
 from mtpconv.store.checkpoint import Checkpoint, Chunk, Problem
 from mtpconv.store.content import Pieced
-from mtpconv.store.digest import Progress, digest_tensors
+from mtpconv.store.crc_check import CrcCheck
+from mtpconv.store.crew import Crew
+from mtpconv.store.digest import Progress, digest_by
 from mtpconv.store.json_text import read_json
 from mtpconv.tensors import DTYPE_BITS, Shape, TensorSpec, are_dims
 
@@ -91,12 +93,19 @@ def take_manifest(
 
     Several `ranks` hash a stretch each, and all get the manifest.
 
-    Raises: UnreadableError if a file ends early, or the ranks do not see the same tensors.
+    Raises: UnreadableError if a file ends early, a record does not have its CRC-32, or the ranks
+    do not see the same tensors.
     """
     ranks = ranks or Ranks()
     # In the order of the checkpoint, which is mostly that of the disk.
     mine = share(list(source.tensors), lambda n: source.tensors[n].nbytes, ranks)
-    digests = _of_all(dict(digest_tensors(source, mine, progress, workers)), ranks)
+    sealed = getattr(source, "sealed", None)  # Megatron's formats keep a CRC-32 of each record
+    crcs = CrcCheck(sealed() if sealed is not None else {})
+    with Crew(workers, on_read=crcs.saw) as crew:
+        taken = dict(digest_by(crew, source, mine, progress))
+    if crcs.broken:
+        raise UnreadableError(crcs.broken[0].fault)
+    digests = _of_all(taken, ranks)
     if digests.keys() != source.tensors.keys():
         _refuse(path, _NOT_THE_SAME)
     tensors = {name: source.tensors[name] for name in digests}

@@ -27,17 +27,14 @@ class NewFile:
         with self._turn:
             write_at(self._fd, self.path, at, data)
 
-    def copy_range(self, at: int, nbytes: int, source: int, start: int) -> int:
-        """Copy up to `nbytes` inside the kernel from an open file; how many it did.
+    def begin_writeback(self, *, keep: bool = True) -> None:
+        """Bring what was written so far to disk; `keep` it in memory, too, for whoever reads it.
 
         Raises: OSError.
         """
-        with self._turn:
-            return os.copy_file_range(source, self._fd, nbytes, start, at)
-
-    def begin_writeback(self) -> None:
-        """Bring what was written so far to disk. Raises: OSError."""
         os.fdatasync(self._fd)
+        if not keep:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         """Bring all of it to disk. Raises: OSError."""

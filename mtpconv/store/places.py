@@ -34,7 +34,7 @@ class Places:
     #: single files and folders, named or found behind a link
     others: dict[Path, str] = field(default_factory=dict)
 
-    def require_apart(self, target: Path, shown: Path) -> None:
+    def require_apart(self, target: Path, shown: Path | str) -> None:
         """Refuse a folder to write that is, holds or lies inside what is read.
 
         `target` is a real path; messages say `shown`. Raises: UsageError.
@@ -78,6 +78,41 @@ def places_read(*paths: Path | None, links: bool = True) -> Places:
                 for link in _links(folder) if links else ():
                     _add_link(found, link)
     return found
+
+
+def check_apart(target: str, *reads: str | Path | None) -> None:
+    """Refuse a path or URL to write below that is, holds or lies inside what is read.
+
+    The source comes first; URLs of one place can be spelled in several ways. Raises: UsageError.
+    """
+    here = local_path(target)
+    if here is not None:
+        paths = (None if read is None else local_path(str(read)) for read in reads)
+        places_read(*paths).require_apart(real_path(here), target)
+        return
+    from mtpconv.store.remote import remote_place
+
+    store, place = remote_place(target)
+    for read in reads:
+        if read is None or local_path(str(read)) is not None:
+            continue
+        other, there = remote_place(str(read))
+        if store is None or store != other:
+            continue
+        words = f"the source {read}" if read is reads[0] else str(read)
+        if place == there or place in there.parents:
+            raise UsageError(f"{target}: holds {words}; name another place")
+        if there in place.parents:
+            raise UsageError(f"{target}: lies inside {words}; name another place")
+
+
+def local_path(text: str) -> Path | None:
+    """What a path or URL names on this machine; None if it leads elsewhere."""
+    last = text.rpartition("::")[2] if "://" in text else text  # fsspec's chains end at a store
+    scheme, found, rest = last.partition("://")
+    if not found:
+        return Path(last)
+    return Path(rest).expanduser() if scheme in ("file", "local") else None
 
 
 def real_path(path: Path) -> Path:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
 from mtpconv.errors import UnreadableError, UnsupportedError
@@ -21,6 +21,7 @@ from mtpconv.store.hf import QUANT_CONFIG_NAME
 from mtpconv.store.hf_index import INDEX_NAME, outside
 from mtpconv.store.http import HttpFolder
 from mtpconv.store.json_text import parse_json
+from mtpconv.store.object_store import asking, open_store
 from mtpconv.store.safetensors_header import plain
 
 #: Units: bytes. As the safetensors library limits a header.
@@ -117,10 +118,16 @@ def require_ranges(remote: Remote, url: str, name: str) -> None:
         raise UnsupportedError(f"{url}: the server sends whole files only; download them")
 
 
-def mirror_headers(url: str, folder: Path, remote: Remote | None = None) -> Path:
+def mirror_headers(
+    url: str,
+    folder: Path,
+    remote: Remote | None = None,
+    marks: dict[str, str] | None = None,
+) -> Path:
     """Fetch config, index and headers of a checkpoint into `folder`, shards as sparse files.
 
-    `remote` is what lies at the URL, if it is known.
+    `remote` is what lies at the URL, if it is known. `marks` gets those of the shards, each taken
+    before its header is fetched.
 
     Raises: UnreadableError if it cannot be reached or holds no safetensors checkpoint.
     """
@@ -139,7 +146,9 @@ def mirror_headers(url: str, folder: Path, remote: Remote | None = None) -> Path
     elif not shards:
         shards = {"model.safetensors"}
     with ThreadPoolExecutor(WORKERS) as pool:
-        there = list(pool.map(lambda n: _mirror_shard(remote, url, n, folder), sorted(shards)))
+        there = list(
+            pool.map(lambda n: _mirror_shard(remote, url, n, folder, marks), sorted(shards))
+        )
     if index is None and not any(there):
         raise UnreadableError(f"{url}: neither {INDEX_NAME} nor model.safetensors is there")
     return folder
@@ -160,7 +169,13 @@ def fetch_file(remote: Remote, url: str, name: str, folder: Path) -> bytes | Non
     return data
 
 
-def _mirror_shard(remote: Remote, url: str, name: str, folder: Path) -> bool:
+def _mirror_shard(
+    remote: Remote, url: str, name: str, folder: Path, marks: dict[str, str] | None
+) -> bool:
+    if marks is not None:
+        if remote.read(name, 0, 1) is None:
+            return False
+        marks[str(PurePosixPath(name))] = remote.mark(name)
     first = remote.read(name, 0, 8)
     if first is None:
         return False
@@ -228,19 +243,12 @@ class _Fsspec:
     """Files below a URL that fsspec opens."""
 
     def __init__(self, url: str) -> None:
-        scheme = urlsplit(url).scheme
-        try:
-            import fsspec
-        except ImportError as error:
-            raise UnsupportedError(f"{url}: needs fsspec; pip install 'mtpconv[remote]'") from error
         self._url = url.rstrip("/")
         #: of files that were read: asking again would double the requests
         self._sizes: dict[str, int] = {}
-        try:
-            with self._asking("cannot be opened", (ImportError, ValueError)):
-                self._fs, self._root = fsspec.core.url_to_fs(self._url)
-        except (ImportError, ValueError) as error:
-            raise UnsupportedError(f"{url}: fsspec cannot open {scheme}://: {error}") from error
+        self._fs, self._root = open_store(
+            url, lambda apart: self._asking("cannot be opened", apart)
+        )
 
     def names(self) -> Sequence[str]:
         """Names of the files in the folder."""
@@ -293,15 +301,24 @@ class _Fsspec:
         known = (info.get(key) for key in keys)
         return f"{info['size']} {next((k for k in known if k is not None), '')}"
 
-    @contextmanager
     def _asking(
         self, what: str, told_apart: tuple[type[Exception], ...] = (FileNotFoundError,)
-    ) -> Iterator[None]:
-        """Each package behind fsspec has exceptions of its own: no credentials, no connection."""
-        try:
-            yield
-        except told_apart:
-            raise
-        except Exception as error:
+    ) -> AbstractContextManager[None]:
+        def fail(error: Exception) -> UnreadableError:
             why = plain(str(error).partition("\n")[0])
-            raise UnreadableError(f"{self._url}: {what}: {type(error).__name__}: {why}") from error
+            return UnreadableError(f"{self._url}: {what}: {type(error).__name__}: {why}")
+
+        return asking(fail, told_apart)
+
+
+def remote_place(url: str) -> tuple[Any, PurePosixPath]:
+    """The store that a URL leads into, None if fsspec does not know it, and where in there."""
+    last = url.rpartition("::")[2]
+    try:
+        import fsspec
+
+        kind = fsspec.get_filesystem_class(urlsplit(last).scheme)
+    except (ImportError, ValueError):
+        return None, PurePosixPath()
+    host = kind._get_kwargs_from_urls(last).get("host")
+    return (kind, host), PurePosixPath(kind._strip_protocol(last))

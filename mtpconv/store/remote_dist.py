@@ -41,6 +41,8 @@ class DistMirror:
 
     #: stands for the URL that was named: the parent folder, or that of an iteration
     path: Path
+    #: where it is read: the URL that was named comes first
+    reads: tuple[str, ...]
     #: that of the iteration
     url: str
     remote: Remote
@@ -93,14 +95,15 @@ def mirror_dist(url: str, place: Path, *, source: bool = True) -> DistMirror:
         latest = _latest(top, url, path)
         remote, where, folder = Below(top, latest), f"{url}/{latest}", path / latest
     sizes, marks = _mirror_iteration(remote, where, folder)
+    above = _above(url) if folder is path else None
+    reads = (url,) if above is None else (url, f"{above}/{FOLDER}")
     beside = None
     if source:
-        beside = _mirror_source(Below(top, FOLDER), f"{url}/{FOLDER}", path / FOLDER)
-        above = _above(url)
-        if beside is None and folder is path and above is not None:
+        beside = mirror_source(Below(top, FOLDER), f"{url}/{FOLDER}", path / FOLDER)
+        if beside is None and above is not None:
             near = Below(open_remote(above), FOLDER)
-            beside = _mirror_source(near, f"{above}/{FOLDER}", place / FOLDER)
-    return DistMirror(path, where, remote, sizes, marks, beside or {})
+            beside = mirror_source(near, f"{above}/{FOLDER}", place / FOLDER)
+    return DistMirror(path, reads, where, remote, sizes, marks, beside or {})
 
 
 def stand_in(url: str, place: Path) -> Path:
@@ -204,9 +207,12 @@ def _mirror_common(
     write_sparse(folder / place.file, found[0] if found else b"", sizes[place.file], place.offset)
 
 
-def _mirror_source(remote: Remote, url: str, folder: Path) -> dict[str, AfarCheckpoint] | None:
-    """Mirror an `hf_source`, and open the tensors in it; None if there is none."""
-    listed = remote.names()
+def mirror_source(remote: Remote, url: str, folder: Path) -> dict[str, AfarCheckpoint] | None:
+    """Mirror an `hf_source`, and open the tensors in it; None if there is none.
+
+    Raises: UnsupportedError if there is one and no listing; as `open_afar`.
+    """
+    listed = remote.below("")
     if listed is None:
         if remote.read(MANIFEST, 0, 1) is None:
             return None

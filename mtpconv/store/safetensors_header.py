@@ -93,6 +93,14 @@ def parse_header(raw: bytes, size: int | None, path: Path) -> ShardHeader:
     return ShardHeader(path, raw, size, metadata, tensors, offsets, order)
 
 
+def link_target(path: Path) -> str | None:
+    """Where a symlink leads; None for anything else, names that no file can have among them."""
+    try:
+        return str(path.readlink())
+    except (OSError, ValueError):
+        return None
+
+
 def link_text(path: Path) -> str | None:
     """The target in a small text file that stands for a symlink, else None.
 
@@ -113,9 +121,9 @@ def _raw_header(path: Path) -> tuple[bytes, int]:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
-        if path.is_symlink():
-            _refuse(path, f"is a symlink to {path.readlink()}, which is not there; download it")
-        raise UnreadableError(f"{path}: cannot be read: {_reason(error)}") from error
+        if (target := link_target(path)) is not None:
+            _refuse(path, f"is a symlink to {plain(target)}, which is not there; download it")
+        _refuse(path, f"cannot be read: {_reason(error)}")
     if not stat.S_ISREG(status.st_mode):
         _refuse(path, f"is a {_file_type(status.st_mode)}, not a safetensors file")
     size = status.st_size
@@ -123,7 +131,7 @@ def _raw_header(path: Path) -> tuple[bytes, int]:
         # O_NONBLOCK: should the file be swapped for a FIFO after stat, open must not hang.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
-        raise UnreadableError(f"{path}: cannot be read: {_reason(error)}") from error
+        _refuse(path, f"cannot be read: {_reason(error)}")
     with os.fdopen(descriptor, "rb") as file:
         start = file.read(8)
         _check_start(start + file.read(56), size, path)
@@ -199,7 +207,7 @@ def _metadata(value: object, path: Path) -> dict[str, str] | None:
 
 
 def _entry(name: str, entry: object, path: Path) -> tuple[TensorSpec, tuple[int, int]]:
-    if not name.isascii() and not _is_unicode(name):
+    if not name.isascii() and not is_unicode(name):
         _refuse(path, f"tensor name {name!a} is not valid Unicode")
     if not isinstance(entry, dict) or entry.keys() != _ENTRY:
         _refuse(path, f"{plain(name)} must have exactly dtype, shape and data_offsets")
@@ -239,7 +247,8 @@ def _check_tiling(
         _refuse(path, f"has {payload - at} bytes after its last tensor")
 
 
-def _is_unicode(name: str) -> bool:
+def is_unicode(name: str) -> bool:
+    """Whether UTF-8 can hold a name."""
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:

@@ -10,28 +10,35 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from mtpconv.errors import UnreadableError, WriteError
+from mtpconv.errors import UnreadableError
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.dist_folder import find_folder, read_bounded
+from mtpconv.store.durable import copy_file, write_bytes
 from mtpconv.store.hf import HfCheckpoint, open_hf
-from mtpconv.store.hf_index import find_index, outside, parse_index
+from mtpconv.store.hf_index import find_index, has_file, outside, parse_index
 from mtpconv.store.json_text import read_json
-from mtpconv.store.manifest import Manifest, read_manifest, write_manifest
 from mtpconv.store.other_files import OtherFiles, other_files
-from mtpconv.store.safetensors_header import MAX_HEADER_BYTES, ShardHeader, parse_header
+from mtpconv.store.safetensors_header import MAX_HEADER_BYTES, ShardHeader, parse_header, plain
 
 FOLDER = "hf_source"
 #: What lies in it.
 _FILES, HEADERS, MANIFEST, CARRIED = "files", "headers", "manifest.json", "carried"
-QUANTISED, _LEFT = "quantised", "left_behind.json"
+QUANTISED, _LEFT, _TABLE = "quantised", "left_behind.json", "mapping.json"
 #: Saved headers must not look like shards to anybody who searches for `*.safetensors`.
 _HEADER = ".header"
+
+
+class OwnTable(NamedTuple):
+    """A mapping table that mtpconv does not ship: its file's name, a digest of what it says."""
+
+    name: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +53,16 @@ class HfSource:
     #: parsed headers in shard order; their `file` need not exist
     headers: Mapping[str, ShardHeader]
     carried: HfCheckpoint | None = None
-    manifest: Manifest | None = None
     index_name: str | None = None
     #: FP8 codes and scales as they were; None if they did not travel
     quantised: HfCheckpoint | None = None
+    #: the user's own table that it was converted with, None for a shipped one
+    table: OwnTable | None = None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether hf2mcore saved it; else it is an HF folder itself."""
+        return self.files_root != self.path
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -84,7 +97,7 @@ def read_source(path: Path) -> HfSource:
     Raises: UnreadableError or RefusedError if it is none of these or damaged.
     """
     for folder in (path, path / FOLDER):
-        if (folder / HEADERS).is_dir():
+        if _is_saved(folder):
             return _read_saved(folder)
     if not (path / "config.json").is_file():
         saved = find_source(path)
@@ -105,14 +118,16 @@ def read_source(path: Path) -> HfSource:
     return HfSource(path, path, _config(path), replace(others, travel=tuple(travel)), {})
 
 
-def find_source(path: Path) -> HfSource | None:
+def find_source(
+    path: Path, known: Mapping[str, ShardHeader] = MappingProxyType({})
+) -> HfSource | None:
     """The `hf_source` of a Megatron checkpoint (parent or iteration folder), if it has one.
 
     It lies in the folder, beside it, or beside the iteration folder that is meant, which may be
-    a link to elsewhere.
+    a link to elsewhere. Headers that are `known`, byte for byte, are not parsed again.
     """
     folder = _saved_folder(path)
-    return None if folder is None else _read_saved(folder)
+    return None if folder is None else _read_saved(folder, known)
 
 
 def has_source(path: Path) -> bool:
@@ -122,7 +137,13 @@ def has_source(path: Path) -> bool:
 
 def _saved_folder(path: Path) -> Path | None:
     places = (folder / FOLDER for folder in _places(path))
-    return next((place for place in places if (place / HEADERS).is_dir()), None)
+    return next((place for place in places if _is_saved(place)), None)
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether hf2mcore saved it, even if a part of it was lost since."""
+    rest = (_FILES, MANIFEST) if folder.name == FOLDER else ()
+    return (folder / HEADERS).is_dir() or any(os.path.lexists(folder / name) for name in rest)
 
 
 def _places(path: Path) -> Iterator[Path]:
@@ -147,11 +168,13 @@ def files_beside(hf: HfCheckpoint) -> OtherFiles:
 def write_source(
     hf: HfCheckpoint,
     folder: Path,
-    manifest: Manifest,
     shards: Mapping[str, ShardHeader],
     others: OtherFiles,
+    table: OwnTable | None = None,
 ) -> None:
     """Save everything but the weights of an HF folder, and what stayed behind by name.
+
+    `seal_source` comes last, when all else is in the folder.
 
     Raises: WriteError.
     """
@@ -160,10 +183,11 @@ def write_source(
         write_bytes(folder / HEADERS / f"{name}{_HEADER}", header.raw)
     for name in others.travel:
         copy_file(hf.path / name, folder / _FILES / name)
+    if table is not None:
+        write_bytes(folder / _TABLE, json.dumps(table._asdict(), indent=1).encode() + b"\n")
     if others.left:
         text = json.dumps({"left_behind": others.left}, indent=1)
         write_bytes(folder / _LEFT, text.encode() + b"\n")
-    write_manifest(manifest, folder / MANIFEST)
 
 
 def carried_folder(folder: Path) -> Path:
@@ -176,40 +200,6 @@ def quantised_folder(folder: Path) -> Path:
     return folder / QUANTISED
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy one file, executable if it was, and fsync it. Raises: WriteError."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
-        mode = target.stat().st_mode
-        # As the umask has it: whoever may read may also run.
-        runs = source.stat().st_mode & 0o111 & (mode & 0o444) >> 2
-        if runs:
-            target.chmod(mode | runs)
-        sync(target)
-    except OSError as error:
-        raise WriteError(f"{target}: cannot be written: {error.strerror}") from error
-
-
-def write_bytes(target: Path, data: bytes) -> None:
-    """Write one small file and fsync it. Raises: WriteError."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-        sync(target)
-    except OSError as error:
-        raise WriteError(f"{target}: cannot be written: {error.strerror}") from error
-
-
-def sync(path: Path) -> None:
-    """Force a file or folder to disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _has_shards(path: Path) -> bool:
     """Whether any shard is there, beside the config or where an index says."""
     if any(p.suffix == ".safetensors" for p in path.iterdir()):
@@ -218,7 +208,7 @@ def _has_shards(path: Path) -> bool:
     if name is None:
         return False
     named = set(parse_index(read_json(path / name), name).weight_map.values())
-    return any((path / file).is_file() for file in named if not outside(file))
+    return any(has_file(path, file) for file in named if not outside(file))
 
 
 def _config(root: Path) -> dict[str, Any]:
@@ -228,10 +218,15 @@ def _config(root: Path) -> dict[str, Any]:
     return value
 
 
-def _read_saved(folder: Path) -> HfSource:
+def _read_saved(folder: Path, known: Mapping[str, ShardHeader] = MappingProxyType({})) -> HfSource:
     files_root = folder / _FILES
     others = replace(other_files(files_root, ()), left=_read_left(folder / _LEFT))
-    manifest = folder / MANIFEST
+    headers = _read_headers(folder / HEADERS, known)
+    for name in others.travel:
+        if name in headers or ("/" not in name and name.endswith(".safetensors")):
+            raise UnreadableError(
+                f"{files_root / name}: would become a shard and is none of those saved; remove it"
+            )
     carried = _read_tensors(folder / CARRIED)
     if carried is not None:
         require_sound(carried)
@@ -240,17 +235,22 @@ def _read_saved(folder: Path) -> HfSource:
         files_root,
         _config(files_root),
         others,
-        _read_headers(folder / HEADERS),
+        headers,
         carried,
-        read_manifest(manifest) if os.path.lexists(manifest) else None,
         find_index(files_root)[0],
         _read_tensors(folder / QUANTISED),
+        _read_table(folder / _TABLE),
     )
 
 
-def _read_headers(folder: Path) -> dict[str, ShardHeader]:
+def _read_headers(folder: Path, known: Mapping[str, ShardHeader]) -> dict[str, ShardHeader]:
     """Saved headers by the names of their shards."""
     found = {}
+    if not folder.is_dir():
+        raise UnreadableError(
+            f"{folder}: is missing, hf2mcore saved it; copy {folder.parent} again, or name a "
+            "HuggingFace folder with --like"
+        )
     names = other_files(folder, ())
     for name in sorted({*names.travel, *names.left}):
         path = folder / name
@@ -262,13 +262,27 @@ def _read_headers(folder: Path) -> dict[str, ShardHeader]:
             raise UnreadableError(f"{path.parent}: {error}") from None
         if len(raw) < 8 or int.from_bytes(raw[:8], "little") != len(raw) - 8:
             raise UnreadableError(f"{path}: does not have the length it says; copy it again")
-        found[name.removesuffix(_HEADER)] = parse_header(raw, None, path)
+        shard = name.removesuffix(_HEADER)
+        same = known.get(shard)
+        if same is not None and same.raw == raw:
+            found[shard] = replace(same, file=path)
+        else:
+            found[shard] = parse_header(raw, None, path)
     return found
 
 
 def _read_tensors(folder: Path) -> HfCheckpoint | None:
     """Tensors that travelled, None if none did."""
     return open_hf(folder) if os.path.lexists(folder) else None
+
+
+def _read_table(path: Path) -> OwnTable | None:
+    if not os.path.lexists(path):
+        return None
+    value = read_json(path).value
+    if not isinstance(value, dict) or set(map(type, value.values())) != {str}:
+        raise UnreadableError(f"{path}: does not name a mapping table; copy it again")
+    return OwnTable(plain(value.get("name", "")), value.get("digest", ""))
 
 
 def _read_left(path: Path) -> Mapping[str, str]:

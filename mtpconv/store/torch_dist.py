@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +28,7 @@ from mtpconv.store.dist_folder import (
     open_file,
     read_bounded,
 )
-from mtpconv.store.dist_metadata import DistMetadata, StoredChunk, read_metadata
+from mtpconv.store.dist_metadata import DistMetadata, Place, StoredChunk, read_metadata
 from mtpconv.store.objects import as_common, read_common, read_object
 from mtpconv.store.records import Located, RecordReader
 from mtpconv.store.zips import Pread
@@ -38,6 +39,9 @@ COMMON_STATE = "common_state/shard_0_1"
 
 #: Bytes of a `.metadata`; 60,000 chunks with their save plans take 15 MB.
 MAX_METADATA = 256 << 20
+
+#: A record, and the tensor that it must hold.
+Held = tuple[Place, str, TensorSpec]
 
 
 class TorchDistCheckpoint:
@@ -60,7 +64,7 @@ class TorchDistCheckpoint:
         self._problems: list[Problem] = []
         self._records = RecordReader()
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
-        self._sealed: Sealed = {}
+        self._sealed: Sealed = defaultdict(SealedFile)
         self._paths: dict[str, Path] = {}
 
     @property
@@ -92,17 +96,21 @@ class TorchDistCheckpoint:
         found = self._chunks.get(name)
         if found is None:
             spec = self._metadata.tensors[name]
-            with ExitStack() as closing:
-                files: dict[str, Pread] = {}
-                located = [
-                    (chunk.box, self._path(chunk), self._locate(name, spec, chunk, files, closing))
-                    for chunk in self._metadata.chunks[name]
-                ]
-            found = self._chunks[name] = tuple(
-                Chunk(path, place.start, box) for box, path, place in located
-            )
-            for _, path, (_, *seal) in located:
-                self._sealed.setdefault(path, SealedFile()).add(name, *seal)
+            stored = self._metadata.chunks[name]
+            places: dict[Place, Located] = {}
+            # By file: there may be more of them than a process may open.
+            for file, there in groupby(sorted(stored, key=_place_of), key=_file_of):
+                with self._opened(file) as (read, shown):
+                    for box, place in there:
+                        held = TensorSpec(spec.dtype, box.sizes)
+                        places[place] = self._records.find(read, place, name, held, shown)
+            chunks = []
+            for box, place in stored:
+                path = self._path(place.file)
+                start, *seal = places[place]
+                chunks.append(Chunk(path, start, box))
+                self._sealed[path].add(name, *seal)
+            found = self._chunks[name] = tuple(chunks)
         return found
 
     def sealed(self) -> Sealed:
@@ -112,44 +120,41 @@ class TorchDistCheckpoint:
                 self.chunks(name)
         return self._sealed
 
-    def _path(self, chunk: StoredChunk) -> Path:
-        file = chunk.place.file
+    def _path(self, file: str) -> Path:
         path = self._paths.get(file)
         if path is None:  # one for all chunks: there are tens of thousands
             path = self._paths[file] = self.folder / file
         return path
 
-    def _locate(
-        self,
-        name: str,
-        spec: TensorSpec,
-        chunk: StoredChunk,
-        files: dict[str, Pread],
-        closing: ExitStack,
-    ) -> Located:
-        file = chunk.place.file
-        if file not in files:
-            fd = open_file(self._path(chunk))
-            closing.callback(os.close, fd)
-            files[file] = partial(os.pread, fd)
-        held = TensorSpec(spec.dtype, chunk.box.sizes)
-        return self._records.find(files[file], chunk.place, name, held, file)
+    @contextmanager
+    def _opened(self, file: str) -> Iterator[tuple[Pread, str]]:
+        """Reads a file; and what messages call it."""
+        fd = open_file(self._path(file))
+        try:
+            yield partial(os.pread, fd), file
+        finally:
+            os.close(fd)
+
+    def _held(self) -> dict[str, list[Held]]:
+        """The records that each file must have."""
+        found: dict[str, list[Held]] = defaultdict(list)
+        for name, spec in self.tensors.items():
+            for box, place in self._metadata.chunks[name]:
+                found[place.file].append((place, name, TensorSpec(spec.dtype, box.sizes)))
+        return found
 
     def check_records(self) -> Sequence[Problem]:
         """Problems of the records of all tensors, at most one per file."""
-        found: dict[str, Problem] = {}
-        with ExitStack() as closing:
-            files: dict[str, Pread] = {}
-            for name, spec in self.tensors.items():
-                for chunk in self._metadata.chunks[name]:
-                    file = chunk.place.file
-                    if file in found:
-                        continue
-                    try:
-                        self._locate(name, spec, chunk, files, closing)
-                    except (UnreadableError, UnsupportedError) as error:
-                        found[file] = Problem("unreadable_file", str(error), file=file, tensor=name)
-        return tuple(found.values())
+        found = []
+        for file, records in self._held().items():
+            name = records[0][1]
+            try:
+                with self._opened(file) as (read, shown):
+                    for place, name, spec in records:
+                        self._records.find(read, place, name, spec, shown)
+            except (UnreadableError, UnsupportedError) as error:
+                found.append(Problem("unreadable_file", str(error), file=file, tensor=name))
+        return found
 
     def read_object(self, name: str) -> Any:
         """The value of a bytes entry as plain data (`[None]` for an empty `_extra_state`).
@@ -246,6 +251,14 @@ class TorchDistCheckpoint:
         message = f"{strays[0]!r}{more} not named in .metadata and not read"
         kind = "tensor_not_in_index"
         return [Problem(kind, message, file=strays[0], files=tuple(strays), warning=True)]
+
+
+def _place_of(chunk: StoredChunk) -> Place:
+    return chunk.place
+
+
+def _file_of(chunk: StoredChunk) -> str:
+    return chunk.place.file
 
 
 def open_torch_dist(path: Path | str) -> TorchDistCheckpoint:

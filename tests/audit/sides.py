@@ -13,7 +13,7 @@ from mtpconv.audit.subject import (
 )
 from mtpconv.errors import UsageError
 from mtpconv.mapping.plan import Plan, make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.store.hf import HfCheckpoint, open_hf
 from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.view import HfView

@@ -92,7 +92,7 @@ def test_without_args_missing_mtp_is_still_missed(pair: tuple[Path, Path], tmp_p
     damaged = edited(tmp_path / "mcore", tmp_path / "a", without_args)
     (config,) = damaged.rglob("config.json")
     config.write_text((pair[0] / "config.json").read_text())
-    assert [f.kind for f in errors(run(None, damaged))] == ["mtp_missing"]
+    assert [f.kind for f in errors(run(None, damaged))] == ["source_damaged", "mtp_missing"]
 
 
 def test_megatron_bridge_says_it_elsewhere(pair: tuple[Path, Path], tmp_path: Path) -> None:

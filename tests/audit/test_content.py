@@ -15,7 +15,7 @@ from mtpconv.audit.pair import is_router_bias
 from mtpconv.audit.twins import twin_findings
 from mtpconv.audit.words import Stats
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.tensors import TensorSpec
 from tests.audit import sides
 from tests.audit.models import CONFIGS, Model, alone, base_model, compare

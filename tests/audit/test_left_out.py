@@ -13,7 +13,7 @@ from mtpconv.audit.audit import audit
 from mtpconv.audit.finding import Report
 from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.store.hf import open_hf
 from mtpconv.store.manifest import take_manifest, write_manifest
 from mtpconv.synth import fewer, shrink

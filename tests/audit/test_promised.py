@@ -14,7 +14,7 @@ from mtpconv.audit.sides import open_sides
 from mtpconv.cli.plan import run_plan
 from mtpconv.convert import hf2mcore
 from mtpconv.errors import UsageError
-from mtpconv.mapping.table import mappings_folder
+from mtpconv.mapping.table_reader import mappings_folder
 from mtpconv.store.hf import open_hf
 from mtpconv.store.manifest import take_manifest, write_manifest
 from mtpconv.synth import fewer, shrink
@@ -151,7 +151,7 @@ def test_depths_that_no_release_ships_are_spoken_of(
         assert report.verdict == "pass", shown(report)
         assert note in report.compared.notes
         capsys.readouterr()
-        run_plan(path, rows=False, mapping=None)
+        run_plan(str(path), rows=False, mapping=None)
         assert f"MTP: none ({note})" in capsys.readouterr().out
 
     config = json.loads((hf / "config.json").read_text()) | {"num_mtp_modules": 0}

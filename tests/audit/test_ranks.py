@@ -176,18 +176,19 @@ def test_a_rank_that_cannot_report(tmp_path: Path, hf: Path) -> None:
     assert "rank 0 failed (/dev/full: the report cannot be written" in found[1][2]
 
 
-def test_ranks_that_see_other_files(tmp_path: Path, hf: Path, bad: Path) -> None:
-    """Two nodes whose local disks hold different copies under one name."""
+@pytest.mark.parametrize(
+    "command", [["audit", "after", "after"], ["audit", "after"], ["inventory", "after", "-o", "m"]]
+)
+def test_ranks_that_see_other_files(tmp_path: Path, hf: Path, command: list[str]) -> None:
+    """Two nodes whose local disks hold different weights under one name."""
+    other = make_hf(tmp_path / "other", config(), shards=4, seed=1)
     places = [tmp_path / "node0", tmp_path / "node1"]
-    for place, after in zip(places, (hf, bad), strict=True):
+    for place, after in zip(places, (hf, other), strict=True):
         place.mkdir()
         (place / "after").symlink_to(after)
     started = [
         subprocess.Popen(
-            [
-                sys.executable, "-c", DRIVER, "-1", "audit", str(hf), "after",
-                "--meet", str(tmp_path),
-            ],
+            [sys.executable, "-c", DRIVER, "-1", *command, "--meet", str(tmp_path)],
             cwd=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank), "WORLD_SIZE": "2"},
         )
@@ -196,7 +197,8 @@ def test_ranks_that_see_other_files(tmp_path: Path, hf: Path, bad: Path) -> None
     for process in started:
         out, error = process.communicate(timeout=60)
         assert (process.returncode, out) == (3, "")
-        assert "do not see the same tensors" in error
+        assert "rank 1 has other options than rank 0 or does not see the same files" in error
+    assert not [place for place in places if (place / "m").exists()]
 
 
 def test_inventory(tmp_path: Path, mcore: Path) -> None:

@@ -11,7 +11,10 @@ import pytest
 
 from mtpconv.audit.audit import audit
 from mtpconv.audit.options import Options
+from mtpconv.audit.sides import open_sides
+from mtpconv.store.hf import open_hf
 from mtpconv.store.hf_index import INDEX_NAME
+from mtpconv.store.manifest import take_manifest, write_manifest
 from mtpconv.tensors import TensorSpec
 from tests.audit import sides
 from tests.audit.models import FAMILIES, Model, alone, base_model, errors, said, shown
@@ -380,3 +383,15 @@ def test_no_config_is_an_error(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     report = audit(None, sides.hf(folder))
     assert said(report) == [("config_missing", "config.json")]
+
+
+def test_the_manifest_of_a_folder_without_config_is_red_as_the_folder_is(tmp_path: Path) -> None:
+    model = base_model("glm-4.5.json")
+    before, after = model.write(tmp_path / "a"), model.write(tmp_path / "b")
+    (after / "config.json").unlink()
+    opened = open_hf(after)
+    write_manifest(take_manifest(opened, after, "hf", config=opened.config), tmp_path / "m.json")
+    for reference in (None, before):
+        found = open_sides(reference, tmp_path / "m.json")
+        report = audit(found.before, found.after)
+        assert said(report) == [("config_missing", "config.json")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from mtpconv.cli import main
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.report import FORMATS
 from tests.convert.folders import make_hf, tensors_of, write_hf
 from tests.mapping.toy import config
@@ -217,6 +219,39 @@ def test_light_commands_import_nothing_heavy(tmp_path: Path) -> None:
     words = [sys.executable, "-c", script]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_table_of_ones_own_keeps_the_rules_or_is_not_used(run: Run, tmp_path: Path) -> None:
+    """A swap of enorm and hnorm survives every round trip: only the table shows it."""
+    hf = make_hf(tmp_path / "hf", config())
+    assert run("hf2mcore", hf, tmp_path / "mcore", "-q").code == 0
+    shipped = find_table("glm_moe_dsa").path.read_text().replace('"mtp_glue"', '"own_glue"')
+    own = """
+[blocks.own_glue]
+"enorm.weight" = "enorm.weight"
+"hnorm.weight" = "hnorm.weight"
+"eh_proj.weight" = "eh_proj.weight"
+"final_layernorm.weight" = "shared_head.norm.weight"
+"""
+    table = tmp_path / "own.toml"
+    table.write_text(shipped + own)
+    assert run("hf2mcore", hf, tmp_path / "right", "--mapping", table, "-q").code == 0
+    assert run("mcore2hf", tmp_path / "right", tmp_path / "back", "-q").code == 0
+    table.write_text(
+        shipped
+        + re.sub('= "([eh])norm', r'= "\1\1norm', own)
+        .replace('= "eenorm', '= "hnorm')
+        .replace('= "hhnorm', '= "enorm')
+    )
+    for command in (
+        ("hf2mcore", hf, tmp_path / "out"), ("mcore2hf", tmp_path / "mcore", tmp_path / "out"),
+        ("audit", hf, tmp_path / "mcore"), ("audit", hf, hf), ("roundtrip", hf),
+        ("plan", hf), ("args", hf), ("synth", hf / "config.json", tmp_path / "out"),
+    ):  # fmt: skip
+        said = run(*command, "--mapping", table)
+        assert said.code == 2, command
+        assert "M14 enorm.weight is paired with hnorm.weight" in one_line(said)
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_far_away_is_audited_by_its_headers(run: Run, tmp_path: Path) -> None:

@@ -289,3 +289,16 @@ def test_names_that_are_not_utf8(hf: Path, tmp_path: Path) -> None:
     said = spawn("hf2mcore", write_hf(odd / os.fsdecode(b"l\xe9"), lost, config()), tmp_path / "x")
     assert said.returncode == 1
     assert "M06" in one_line(run_of(said))
+
+
+@pytest.mark.parametrize("command", ["inventory", "audit"])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_read(
+    run: Run, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    monkeypatch.setattr("mtpconv.cli.inventory.take_manifest", None)
+    monkeypatch.setattr("mtpconv.cli.audit.audit", None)
+    words = ("-o", "") if command == "inventory" else ("--report", "json=")
+    said = run(command, hf, words[0], f"{words[1]}{tmp_path / 'm.json'}")
+    assert said.code == 3
+    assert f"m.json: nothing can be written into {tmp_path}" in one_line(said)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table, mappings_folder
 from mtpconv.store.content import blocks
 from mtpconv.store.crc import crc32
 from mtpconv.store.hf import open_hf
@@ -62,6 +63,23 @@ def write_hf(
         (folder / "model.safetensors.index.json").write_bytes(index_bytes(headers))
     (folder / "config.json").write_text(json.dumps(dict(config)))
     return folder
+
+
+def write_empty_shard(folder: Path, name: str = "empty.safetensors") -> None:
+    """A shard without any tensor, as a saver leaves it whose tensors went elsewhere."""
+    header = make_header(folder / name, {}, {"note": "empty"})
+    write_shard(folder / name, header, lambda _: iter(()))
+
+
+def exchanged_table(folder: Path) -> Path:
+    """A mapping table for `config()` that takes gate and up of experts for each other."""
+    shutil.copytree(mappings_folder(), folder)
+    rows = folder / "blocks/decoder.toml"
+    gate, up = (f'"mlp.experts.{{expert}}.{name}_proj.weight"' for name in ("gate", "up"))
+    text = rows.read_text()
+    assert f"[{gate}, {up}]" in text
+    rows.write_text(text.replace(f"[{gate}, {up}]", f"[{up}, {gate}]"))
+    return folder / "glm_moe_dsa.toml"
 
 
 def overwrite(checkpoint: Path, key: str, data: bytes) -> None:

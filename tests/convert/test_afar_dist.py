@@ -14,7 +14,7 @@ import pytest
 
 from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.convert.to_afar import mcore2hf_afar
-from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError
+from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError, UsageError
 from mtpconv.store import afar
 from mtpconv.store.afar_dist import open_dist_afar
 from mtpconv.store.dist_metadata_writer import write_config
@@ -93,6 +93,35 @@ def test_from_a_store_into_a_store(store: str, tmp_path: Path, hf: Path, mcore: 
     opened = open_dist_afar(store, tmp_path / "mirror")
     assert mcore2hf_afar(opened.mirror.path, f"{store}_back", opened=opened).verified
     assert hf_afar.contents(f"{store}_back") == hf_afar.plain(hf)
+
+
+def test_a_source_is_not_replaced(store: str, tmp_path: Path, hf: Path, mcore: Path) -> None:
+    """However it is spelled, and whatever --overwrite says."""
+    hf_afar.fill(f"{store}/run", mcore)
+    hf_afar.fill(f"{store}/hf", hf)
+    before = hf_afar.contents(store)
+    for source, targets in {
+        "run/release": (
+            "run/release",
+            "run/release/",
+            "run//release/new",
+            "run/hf_source",
+            "run",
+            "",
+        ),
+        "run": ("run", "run/hf", "run/release"),
+    }.items():
+        place = tmp_path / source.replace("/", "_")
+        place.mkdir()
+        opened = open_dist_afar(f"{store}/{source}", place)
+        for target in targets:
+            for url in (f"{store}/{target}", f"{store}/{target}".replace("s3:", "s3a:")):
+                with pytest.raises(UsageError, match=r"lies inside|holds"):
+                    mcore2hf_afar(opened.mirror.path, url, opened=opened, overwrite=True)
+        assert hf_afar.contents(store) == before
+        done = mcore2hf_afar(opened.mirror.path, f"{store}/hf", opened=opened, overwrite=True)
+        assert done.verified
+    assert hf_afar.contents(store) == before
 
 
 def test_what_torch_saved(store: str, tmp_path: Path, hf: Path, mcore: Path) -> None:

@@ -15,7 +15,7 @@ from mtpconv.audit.options import Options
 from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.convert.arithmetic import require_restored
-from mtpconv.convert.mcore_to_hf import plan_mcore2hf
+from mtpconv.convert.mcore_to_hf_plan import plan_mcore2hf
 from mtpconv.errors import RefusedError
 from mtpconv.store.arithmetic import Undone, minus_one, plus_one
 from mtpconv.store.content import blocks

@@ -14,6 +14,7 @@ from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.errors import MtpconvError, UnreadableError, WriteError
 from mtpconv.store.crc_check import CrcCheck
+from mtpconv.store.manifest import take_manifest
 from mtpconv.store.record_writer import tensor_frame
 from mtpconv.store.torch_dist import TorchDistCheckpoint, open_torch_dist
 from tests.convert.folders import file_hashes, make_hf, overwrite
@@ -55,6 +56,15 @@ def test_a_flipped_bit_is_not_converted(tmp_path: Path, mcore: Path, key: str, j
         assert word in str(caught.value)
     assert not (tmp_path / "back").exists()
     assert not mcore2hf(mcore, tmp_path / "back", verify=False, jobs=jobs).verified
+
+
+def test_a_flipped_bit_gets_no_digest(tmp_path: Path, mcore: Path) -> None:
+    """A manifest would vouch for it."""
+    opened = open_torch_dist(mcore)
+    take_manifest(opened, mcore, "torch_dist")
+    file = rot(mcore, KEYS[0])
+    with pytest.raises(UnreadableError, match=f"{file}: the record of {KEYS[0]} .*CRC-32"):
+        take_manifest(open_torch_dist(mcore), mcore, "torch_dist")
 
 
 def test_several_are_counted(tmp_path: Path, mcore: Path) -> None:

@@ -13,7 +13,7 @@ from mtpconv.audit.audit import audit
 from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.errors import RefusedError
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.store.content import blocks
 from mtpconv.store.dist_metadata_writer import write_metadata
 from mtpconv.store.torch_dist import open_torch_dist

@@ -12,7 +12,7 @@ from mtpconv.audit.audit import audit
 from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.errors import UnsupportedError
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.store.hf import open_hf
 from mtpconv.store.manifest import read_manifest, take_manifest, write_manifest
 from mtpconv.store.torch_dist import open_torch_dist

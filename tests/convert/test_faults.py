@@ -229,18 +229,6 @@ def test_without_verification_the_bytes_are_the_same(
         assert file_hashes(source.parent / f"out{number}") == file_hashes(source.parent / "out0")
 
 
-def test_a_filesystem_that_cannot_copy_in_the_kernel(
-    sides: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> int:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-    monkeypatch.setattr(os, "copy_file_range", refuse)
-    back = sides["hf2mcore"].parent / "back"
-    mcore2hf(sides["mcore2hf"], back, verify=False)
-    assert file_hashes(back) == file_hashes(sides["hf2mcore"])
-
-
 def test_what_a_killed_run_left_is_removed(sides: dict[str, Path]) -> None:
     source = sides["hf2mcore"]
     root = source.parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,22 @@ def test_a_failed_sync_is_an_error_and_what_was_finished_still_counts(
         flusher.finish(NewFile(tmp_path / "other"), lambda: "whole", done.append)
         flusher.settle()
     assert done == ["whole"]
+
+
+def test_a_file_whose_writeback_failed_is_never_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells of a failed write once; the last fsync then succeeds."""
+
+    def fail(fd: int) -> None:
+        time.sleep(0.1)  # the file is finished meanwhile
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    file = NewFile(tmp_path / "file")
+    done: list[str] = []
+    with pytest.raises(OSError, match="Input/output"), Flusher(every=1) as flusher:  # noqa: PT012
+        flusher.wrote(file, 1)
+        flusher.finish(file, lambda: "whole", done.append)
+        flusher.settle()
+    assert done == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,16 +15,17 @@ import pytest
 from mtpconv.audit.audit import audit
 from mtpconv.audit.sides import expected_inventory, open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
-from mtpconv.errors import RefusedError, UnreadableError, UnsupportedError, UsageError
+from mtpconv.errors import MtpconvError, RefusedError, UnreadableError, UnsupportedError, UsageError
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.store import fp8
 from mtpconv.store.fp8_tensors import SCALE, Quantised
 from mtpconv.store.hf import open_hf
 from mtpconv.store.manifest import take_manifest, write_manifest
+from mtpconv.store.safetensors_header import read_header
 from mtpconv.synth import released, shrink
 from mtpconv.tensors import TensorSpec
-from tests.convert.folders import file_hashes, make_hf, tensors_of, write_hf
+from tests.convert.folders import file_hashes, make_hf, tensors_of, write_empty_shard, write_hf
 from tests.mapping.toy import config
 
 Tensors = Mapping[str, tuple[TensorSpec, bytes]]
@@ -114,7 +116,9 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model", MODELS)
 def test_the_same_files_come_back(tmp_path: Path, model: str, dtype: str) -> None:
     hf, bf16 = release(tmp_path, MODELS[model], dtype)
+    write_empty_shard(hf)
     done = hf2mcore(hf, tmp_path / "mcore")
+    assert not (tmp_path / "mcore/hf_source/quantised/empty.safetensors").exists()
     count = sum(map(is_quantised, tensors_of(bf16)))
     assert [(s.name, s.level, s.tensors) for s in done.steps] == [
         ("dequantise", "values", count), ("keep", "bytes", 2 * count),
@@ -194,6 +198,28 @@ def test_weights_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"experts\.1\.up_proj.* NaN or infinity.*--fp8 bf16"):
         mcore2hf(later, tmp_path / "out", like=hf)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lost", ["file", "folder", "bytes", "list"])
+def test_lost_codes_are_found_before_they_are_needed(tmp_path: Path, lost: str) -> None:
+    hf, _ = release(tmp_path, MODELS["deepseek_v3"])
+    hf2mcore(hf, tmp_path / "mcore")
+    folder = tmp_path / "mcore/hf_source/quantised"
+    if lost == "folder":
+        shutil.rmtree(folder)
+    elif lost == "file":
+        (folder / "part-0.safetensors").unlink()
+    elif lost == "list":
+        (folder.parent / "quantised.json").unlink()
+    else:
+        part = folder / "part-0.safetensors"
+        os.truncate(part, part.stat().st_size - 3)
+    for before in (None, hf):
+        sides = open_sides(before, tmp_path / "mcore")
+        kinds = {f.kind for f in audit(sides.before, sides.after).findings if f.severity == "error"}
+        assert kinds == {"source_damaged"}
+    with pytest.raises(MtpconvError, match=r"quantised|FP8"):
+        mcore2hf(tmp_path / "mcore", tmp_path / "back")
 
 
 @pytest.mark.parametrize("there", ["keep", "bf16"])
@@ -312,7 +338,14 @@ def test_damaged_sources_are_refused_before_anything_is_written(tmp_path: Path) 
             hf2mcore(source, tmp_path / "mcore")
     hf2mcore(hf, tmp_path / "mcore")
     kept = tmp_path / "mcore/hf_source/quantised/part-0.safetensors"
-    kept.write_bytes(kept.read_bytes()[:-1])
+    right = kept.read_bytes()
+    header = read_header(kept)
+    scale = next(n for n in header.tensors if n.endswith(SCALE))
+    at = header.start(scale)
+    kept.write_bytes(right[:at] + bytes([right[at] ^ 1]) + right[at + 1 :])
+    with pytest.raises(UnreadableError, match=rf"quantised: {scale} is not what hf2mcore saved"):
+        mcore2hf(tmp_path / "mcore", tmp_path / "out")
+    kept.write_bytes(right[:-1])
     with pytest.raises(RefusedError, match=r"kept FP8 tensors are missing.*--like"):
         mcore2hf(tmp_path / "mcore", tmp_path / "out")
     with pytest.raises(UsageError, match="--fp8 half: must be keep, requantise, bf16"):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from mtpconv.convert.lock import Lock
+from mtpconv.convert.lock import _is_ours as is_ours
 from mtpconv.errors import UsageError
 
 
@@ -123,3 +124,29 @@ def test_filesystems_without_flock(
     else:
         with pytest.raises(UsageError, match=f"another mtpconv.*on {name}"):
             mine.take()
+
+
+def test_without_flock_two_that_start_together_do_not_both_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    first, second = lock(tmp_path), lock(tmp_path)
+    real: Callable[[int], bool] = is_ours
+
+    def late(fd: int) -> bool:
+        """The second comes after the first found nobody in the file and before it is in there."""
+        monkeypatch.setattr("mtpconv.convert.lock._is_ours", real)
+        with pytest.raises(UsageError, match="another mtpconv is just starting"):
+            second.take()
+        return real(fd)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr("mtpconv.convert.lock._is_ours", late)
+    first.take()
+    assert (first.taken, second.taken) == (True, False)
+    first.release()
+    assert list(tmp_path.iterdir()) == []
+    second.take()
+    second.release()

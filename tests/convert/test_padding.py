@@ -10,7 +10,8 @@ import pytest
 
 from mtpconv.cli.app import app
 from mtpconv.convert import hf2mcore, mcore2hf
-from mtpconv.convert.hf_to_mcore import plan_hf2mcore
+from mtpconv.convert.hf_to_mcore_plan import plan_hf2mcore
+from mtpconv.convert.verify import verify_digests
 from mtpconv.errors import RefusedError
 from mtpconv.store.content import blocks
 from mtpconv.store.torch_dist import open_torch_dist
@@ -47,6 +48,32 @@ def test_zero_rows_come_and_go(tmp_path: Path, tied: bool) -> None:
 def test_a_vocabulary_that_fits_is_left_alone(tmp_path: Path) -> None:
     _, mcore = padded(tmp_path, 32, vocab_size=64)
     assert open_torch_dist(mcore).tensors[EMBEDDING].shape[0] == 64
+
+
+@pytest.mark.parametrize(("rows", "said"), [(96, []), (1200, ["1,200 rows for 1,190 tokens"])])
+def test_padding_is_said(tmp_path: Path, rows: int, said: list[str]) -> None:
+    hf = make_hf(tmp_path / "hf", config(vocab_size=min(rows, 1190)))
+    done = hf2mcore(hf, tmp_path / "mcore", pad_vocab=48, dry_run=True)
+    assert len(done.notes) == len(said)
+    assert all(text in note for text, note in zip(said, done.notes, strict=True))
+
+
+def test_padding_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = make_hf(tmp_path / "hf", config(vocab_size=64))
+
+    def damage(*rest: Any, **options: Any) -> None:
+        checkpoint = open_torch_dist(tmp_path / ".mcore.partial/target")
+        (chunk,) = checkpoint.chunks(HEAD)
+        assert isinstance(chunk.file, Path)
+        raw = bytearray(chunk.file.read_bytes())
+        raw[chunk.start + checkpoint.tensors[HEAD].nbytes - 1] ^= 1
+        chunk.file.write_bytes(raw)
+        verify_digests(*rest, **options)
+
+    monkeypatch.setattr("mtpconv.convert.hf_to_mcore.verify_digests", damage)
+    with pytest.raises(RefusedError, match=r"padding of lm_head\.weight does not read back"):
+        hf2mcore(hf, tmp_path / "mcore", pad_vocab=48)
+    assert not (tmp_path / "mcore").exists()
 
 
 def test_disk_is_reserved_for_padding(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mtpconv.convert import hf2mcore, mcore2hf
-from tests.convert.folders import file_hashes, make_hf
+from tests.convert.folders import file_hashes, make_hf, write_empty_shard
 from tests.mapping.toy import config
 
 #: What a folder holds: names with their inodes.
@@ -129,6 +129,25 @@ def test_power_loss_at_every_sync_and_rename(
     assert seen[0] == ("old" if overwrite else "absent")
     assert seen[-2:] == ["new", "new"]
     assert len(seen) > 20
+
+
+def test_everything_new_is_synced_folders_above_and_empty_shards_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = make_hf(tmp_path / "hf", config(), shards=2)
+    write_empty_shard(hf)
+    hf2mcore(hf, tmp_path / "mcore")
+    real, synced = os.fsync, set()
+
+    def fsync(fd: int) -> None:
+        synced.add(os.fstat(fd).st_ino)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    target = tmp_path / "a/b/back"
+    mcore2hf(tmp_path / "mcore", target)
+    for path in (tmp_path, *(tmp_path / "a").rglob("*"), tmp_path / "a"):
+        assert path.stat().st_ino in synced, path
 
 
 def make_old(tmp_path: Path, convert: Callable[..., Any]) -> Path:

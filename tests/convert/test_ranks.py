@@ -24,7 +24,7 @@ from mtpconv.progress import Progress
 from mtpconv.ranks import Ranks, deal, ranks_of, share
 from mtpconv.store.digest import digest_tensors
 from mtpconv.store.torch_dist import open_torch_dist
-from tests.convert.folders import file_hashes, make_hf
+from tests.convert.folders import exchanged_table, file_hashes, make_hf
 from tests.mapping.toy import config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +160,40 @@ def test_a_rank_that_fails(tmp_path: Path, bad: int, resume: bool) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "mcore", "one"]
 
 
+@pytest.mark.parametrize("what", ["table", "iteration", "option"])
+def test_ranks_that_planned_different_things_write_nothing(tmp_path: Path, what: str) -> None:
+    hf = make_hf(tmp_path / "hf", config(), shards=4)
+    hf2mcore(hf, tmp_path / "run", iteration=10)
+    hf2mcore(make_hf(tmp_path / "other", config(), seed=1), tmp_path / "more", iteration=20)
+    (tmp_path / "more/iter_0000020").rename(tmp_path / "run/iter_0000020")
+    table = exchanged_table(tmp_path / "tables")
+    errors: list[str] = []
+
+    def work(rank: int) -> None:
+        options: dict[str, Any] = {}
+        if what == "table" and rank:
+            options["mapping"] = table
+        if what == "option" and rank:
+            options["drop_mtp"] = True
+        if what == "iteration" and rank:  # training goes on: the first rank has opened the tenth
+            while not (tmp_path / ".back.ranks/beat.0").exists():
+                time.sleep(0.01)
+            (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("20")
+        try:
+            mcore2hf(tmp_path / "run", tmp_path / "back", ranks=Ranks(rank, 2, "x"), **options)
+        except MtpconvError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    assert all("rank 1 would write something else than rank 0" in error for error in errors)
+    assert not [p.name for p in tmp_path.iterdir() if "back" in p.name]
+
+
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     hf = make_hf(tmp_path / "hf", config())
     with pytest.raises(WriteError, match="rank 1 of 2 did not come within 1 s"):
@@ -170,16 +204,51 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+def test_long_waits_are_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpconv.ranks._SILENCE", 0.2)
+    said: list[list[str]] = [[] for _ in range(10)]
+
+    def work(rank: int) -> None:
+        ranks = Ranks(rank, 10, "test", patience=20.0)
+        ranks.tell = said[rank].append
+        time.sleep(0.6 * (rank == 9))
+        ranks.meet(tmp_path / "place")
+        time.sleep(0.6 * (rank > 0))
+        assert ranks.gather("stage", rank) == list(range(10))
+        ranks.leave(None)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said[0] == [
+        "waiting for rank 9 of 10 to come, at most 20 s",
+        "waiting for rank 1, 2, 3, 4, 5, 6, 7, 8 and 1 more of 10",
+    ]
+    assert said[1] == ["waiting for rank 0 of 10 to come, at most 20 s"]
+
+
 def test_what_a_killed_launch_left_is_not_believed(tmp_path: Path) -> None:
     hf = make_hf(tmp_path / "hf", config())
     place = tmp_path / ".mcore.ranks"
     place.mkdir()
     (place / "go").write_text('{"0": "old", "1": "old"}')
     (place / "failed.0").write_text('{"why": "old"}')
-    (place / "written.1").write_text('{"value": [[], {}]}')
+    (place / "stage1.1").write_text('{"value": [[], {}]}')
     (place / "beat.1").write_text('{"nonce": "old", "launch": "test", "size": 2, "pid": 1}')
     found = together(hf2mcore, hf, tmp_path / "mcore", 2)
     assert [getattr(f, "verified", f) for f in found] == [True, True]
+
+
+def test_a_folder_of_somebody_else_is_not_removed(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    for name in ("beat.1", "offbeat.txt"):
+        (place / name).write_text("x")
+    with pytest.raises(UsageError, match="is in the way and was not made by mtpconv"):
+        Ranks(0, 2, "test", patience=1.0).meet(place)
+    assert sorted(p.name for p in place.iterdir()) == ["beat.1", "offbeat.txt"]
 
 
 def test_ranks_of_two_launchers_do_not_mix(tmp_path: Path) -> None:

@@ -292,3 +292,20 @@ def test_verification_catches_a_bit_flipped_between_read_and_write(
 def test_layouts_that_do_not_fit_the_model(tmp_path: Path, layout: str, match: str) -> None:
     hf = make_hf(tmp_path / "hf", config())
     refused(hf, tmp_path, UsageError, match, layout=layout)
+
+
+def test_floats_that_became_integers_are_refused_and_other_floats_said(tmp_path: Path) -> None:
+    raw = config("deepseek_v3")
+    tensors = tensors_of(make_hf(tmp_path / "plain", raw))
+    name = "model.layers.3.enorm.weight"
+    spec, data = tensors[name]
+    odd = write_hf(tmp_path / "odd", {**tensors, name: (TensorSpec("I16", spec.shape), data)}, raw)
+    with pytest.raises(RefusedError, match=rf"M17 1 tensors have I16 .* make it BF16: {name}"):
+        hf2mcore(odd, tmp_path / "mcore")
+    half = write_hf(
+        tmp_path / "half", {**tensors, name: (TensorSpec("F16", spec.shape), data)}, raw
+    )
+    said = f"warning: 1 tensors are F16 where config and table say BF16, and stay so: {name}"
+    assert said in hf2mcore(half, tmp_path / "mcore").notes
+    assert mcore2hf(tmp_path / "mcore", tmp_path / "back").verified
+    assert file_hashes(tmp_path / "back") == file_hashes(half)

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from mtpconv.convert import hf2mcore, mcore2hf, record_files
+from mtpconv.convert import hf2mcore, mcore2hf, output, record_files
 from mtpconv.convert.journal import Done, Journal, read_journals
 from mtpconv.convert.output import Output
-from mtpconv.errors import WriteError
+from mtpconv.errors import UnreadableError, WriteError
 from mtpconv.progress import Progress
 from mtpconv.ranks import Ranks
 from mtpconv.store.places import places_read
-from tests.convert.folders import file_hashes, make_hf
+from mtpconv.store.torch_dist import open_torch_dist
+from tests.convert.folders import exchanged_table, file_hashes, make_hf
 from tests.mapping.toy import config
 
 Convert = Callable[..., Any]
@@ -248,3 +249,62 @@ def test_no_rank_denies_that_files_are_kept(tmp_path: Path, rank: int) -> None:
         "what is finished is kept for --resume" if rank else
         "no file was finished, so nothing was left behind"
     )  # fmt: skip
+
+
+def test_shards_of_another_table_are_not_taken_over(sides: dict[str, Path], tmp_path: Path) -> None:
+    """They are whole, and what their journal says of them is true."""
+    table = exchanged_table(tmp_path / "tables")
+    with pytest.raises(WriteError):
+        mcore2hf(
+            sides["mcore2hf"], tmp_path / "back", mapping=table, resume=True, jobs=1,
+            progress=Stop(10_000),
+        )  # fmt: skip
+    kept = read_journals(tmp_path / ".back.partial")
+    done = mcore2hf(sides["mcore2hf"], tmp_path / "back", resume=True)
+    assert len(kept) > done.taken_over
+    assert file_hashes(tmp_path / "back") == file_hashes(sides["hf2mcore"])
+
+
+def test_shards_with_a_flipped_bit_are_not_taken_over(
+    sides: dict[str, Path], tmp_path: Path
+) -> None:
+    """The source was damaged, and then replaced by a good copy of the same size and time."""
+    mcore = open_torch_dist(sides["mcore2hf"])
+    (chunk,) = mcore.chunks("decoder.layers.1.self_attention.linear_proj.weight")
+    assert isinstance(chunk.file, Path)
+    good, times = chunk.file.read_bytes(), chunk.file.stat()
+    bad = bytearray(good)
+    bad[chunk.start] ^= 1
+    for data, works in ((bytes(bad), False), (good, True)):
+        chunk.file.write_bytes(data)
+        os.utime(chunk.file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        if works:
+            assert mcore2hf(sides["mcore2hf"], tmp_path / "back", resume=True).taken_over > 0
+            continue
+        with pytest.raises(UnreadableError, match="CRC-32"):
+            mcore2hf(sides["mcore2hf"], tmp_path / "back", resume=True)
+        assert read_journals(tmp_path / ".back.partial")
+    assert file_hashes(tmp_path / "back") == file_hashes(sides["hf2mcore"])
+
+
+def test_a_source_replaced_with_the_same_size_and_time_is_another_one(
+    sides: dict[str, Path], tmp_path: Path
+) -> None:
+    stopped(hf2mcore, sides, WriteError)
+    other = make_hf(tmp_path / "other", config(), seed=1, shards=5)
+    for path in sides["hf2mcore"].glob("*.safetensors"):
+        times = path.stat()
+        path.write_bytes((other / path.name).read_bytes())
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert finish(hf2mcore, sides).taken == 0
+
+
+def test_what_nobody_takes_over_is_no_disk_that_is_free(
+    sides: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = stopped(mcore2hf, sides, WriteError)
+    (work / "target/unfinished.safetensors").write_bytes(bytes(1 << 22))
+    asked: list[int] = []
+    monkeypatch.setattr(output, "check_space", lambda _, need: asked.append(need))
+    done = mcore2hf(sides["mcore2hf"], tmp_path / "target", resume=True)
+    assert 0 < asked[0] < done.disk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtpconv.convert import hf2mcore, mcore2hf, record_files
+from mtpconv.errors import UsageError
 from mtpconv.mapping.layouts import layout_of
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.synth import shrink
-from tests.convert.folders import file_hashes, make_hf, tensors_of, write_hf
+from tests.convert.folders import file_hashes, make_hf, tensors_of, write_empty_shard, write_hf
 from tests.mapping.toy import config, configs
 
 CONFIGS = Path(__file__).resolve().parents[2] / "fixtures" / "configs"
@@ -101,8 +103,29 @@ def test_iteration_folder_and_latest_file(tmp_path: Path) -> None:
         assert file_hashes(tmp_path / "back") == file_hashes(hf)
 
 
+def test_an_iteration_that_no_tracker_can_name(tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    with pytest.raises(UsageError, match="--iteration 1000000000000000000: must be from 0 to 9"):
+        hf2mcore(hf, tmp_path / "mcore", iteration=10**18)
+    assert not (tmp_path / "mcore").exists()
+    hf2mcore(hf, tmp_path / "mcore", iteration=10**18 - 1)
+    assert mcore2hf(tmp_path / "mcore", tmp_path / "back").verified
+
+
+def test_tensors_that_stand_in_two_files_are_counted_once(tmp_path: Path) -> None:
+    tensors = tensors_of(make_hf(tmp_path / "plain", config()))
+    hf = write_hf(tmp_path / "hf", tensors, config())
+    shutil.copy(hf / "model.safetensors", hf / "consolidated.safetensors")
+    there = hf2mcore(hf, tmp_path / "mcore")
+    back = mcore2hf(tmp_path / "mcore", tmp_path / "back")
+    assert (back.tensors, back.unchanged, back.mtp_tensors) == (
+        len(tensors), len(tensors), there.mtp_tensors
+    )  # fmt: skip
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
+
+
 def test_irregular_shards_order_metadata_and_nested_files(tmp_path: Path) -> None:
-    """Shard names, header order, metadata, a separate mtp.safetensors, code and subfolders."""
+    """Names of shards, an empty one, header order, metadata, a separate mtp.safetensors, code."""
     raw = config()
     tensors = tensors_of(make_hf(tmp_path / "plain", raw))
     names = sorted(tensors, key=lambda n: (hash(n) % 7, n))
@@ -119,6 +142,7 @@ def test_irregular_shards_order_metadata_and_nested_files(tmp_path: Path) -> Non
     (hf / "inference").mkdir()
     (hf / "inference" / "model.py").write_text("print('never run')\n")
     (hf / "tokenizer.json").write_bytes(b"\x00\xff not json")
+    write_empty_shard(hf)
     hf2mcore(hf, tmp_path / "mcore")
     mcore2hf(tmp_path / "mcore", tmp_path / "back")
     assert file_hashes(tmp_path / "back") == file_hashes(hf)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mtpconv.audit.audit import audit
+from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
+from mtpconv.convert.mcore_to_hf_plan import McoreToHf, plan_mcore2hf
 from mtpconv.convert.shards import write_shards
 from mtpconv.errors import UnreadableError, UsageError
-from mtpconv.store.source import read_source
+from mtpconv.mapping.table_reader import find_table
+from mtpconv.store.hf import open_hf
+from mtpconv.store.source import find_source, read_source
 from mtpconv.tensors import TensorSpec
 from tests.convert.folders import file_hashes, make_hf, tensors_of, write_hf
 from tests.mapping.toy import config
@@ -147,11 +153,13 @@ HEADER = "headers/model.safetensors.header"
         (HEADER, lambda p: p.write_bytes(p.read_bytes()[:-1])),
         (HEADER, lambda p: p.write_bytes(p.read_bytes() + b" ")),
         (HEADER, lambda p: p.rename(p.with_suffix(".old"))),
+        ("headers", shutil.rmtree),
         ("files/config.json", _fifo),
         ("files/config.json", _folder),
         ("files/config.json", lambda p: p.unlink()),
         ("files", shutil.rmtree),
         ("manifest.json", _folder),
+        ("manifest.json", lambda p: p.unlink()),
         ("manifest.json", _fifo),
         ("carried/model.safetensors", _fifo),
         ("carried/model.safetensors", lambda p: os.truncate(p, 40)),
@@ -159,6 +167,14 @@ HEADER = "headers/model.safetensors.header"
         ("left_behind.json", _fifo),
         ("left_behind.json", lambda p: p.write_text('{"left_behind": ["x"]}')),
         ("left_behind.json", lambda p: p.write_text("[" * 100_000)),
+        # What can be read, and is not what was saved.
+        ("files/generation_config.json", lambda p: p.unlink()),
+        ("files/generation_config.json", _fifo),
+        ("files/generation_config.json", lambda p: p.write_bytes(p.read_bytes() + b" ")),
+        ("files/config.json", lambda p: p.write_bytes(p.read_bytes() + b" ")),
+        ("carried", shutil.rmtree),
+        ("carried/model.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1] + b"?")),
+        ("left_behind.json", lambda p: p.unlink()),
     ],
 )
 def test_a_source_that_was_tampered_with_is_one_clear_line(
@@ -166,13 +182,102 @@ def test_a_source_that_was_tampered_with_is_one_clear_line(
 ) -> None:
     hf = write_hf(tmp_path / "hf", tensors, config("deepseek_v3"))
     (hf / "old.bin").write_bytes(b"x")
+    (hf / "generation_config.json").write_text("{}")
     hf2mcore(hf, tmp_path / "mcore")
-    damage(tmp_path / "mcore/hf_source" / file)
+    mcore = tmp_path / "mcore"
+    assert all(said == [] for said in _audited(hf, mcore))
+    damage(mcore / "hf_source" / file)
     with pytest.raises(UnreadableError) as caught:
-        mcore2hf(tmp_path / "mcore", tmp_path / "back")
-    assert "\n" not in str(caught.value)
-    assert Path(file).parts[0] in str(caught.value)
+        mcore2hf(mcore, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+    for said in ([str(caught.value)], *_audited(hf, mcore)):
+        assert any(Path(file).parts[0] in line and "hf_source" in line for line in said)
+        assert not any("\n" in line for line in said)
+
+
+def _audited(hf: Path, mcore: Path) -> Iterator[list[str]]:
+    """What audits say that have a Megatron checkpoint on the right, one list for each."""
+    for before in (None, hf, mcore):
+        sides = open_sides(before, mcore)
+        errors = [f for f in audit(sides.before, sides.after).findings if f.severity == "error"]
+        assert not errors or "source_damaged" in {f.kind for f in errors}
+        yield [f.message for f in errors]
+
+
+def test_only_what_is_verified_needs_the_digests_of_the_source(
+    tmp_path: Path, tensors: Tensors
+) -> None:
+    hf = write_hf(tmp_path / "hf", tensors, config("deepseek_v3"))
+    hf2mcore(hf, tmp_path / "mcore")
+    manifest = tmp_path / "mcore/hf_source/manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"blake3":"', b'"blake3":"0', 1))
+    for dry_run in (True, False):
+        with pytest.raises(UnreadableError, match=r"manifest\.json: .*no valid"):
+            mcore2hf(tmp_path / "mcore", tmp_path / "back", dry_run=dry_run)
+    done = mcore2hf(tmp_path / "mcore", tmp_path / "back", verify=False)
+    assert done.unchanged is None
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "files/../../outside"])
+def test_digests_of_files_elsewhere_are_refused_unread(
+    tmp_path: Path, tensors: Tensors, name: str
+) -> None:
+    hf2mcore(write_hf(tmp_path / "hf", tensors, config("deepseek_v3")), tmp_path / "mcore")
+    (tmp_path / "mcore/outside").write_bytes(b"")
+    manifest = tmp_path / "mcore/hf_source/manifest.json"
+    entry = f'"files":{{"{name}":"{"0" * 64}",'
+    manifest.write_text(manifest.read_text().replace('"files":{', entry, 1))
+    with pytest.raises(UnreadableError, match=rf"manifest\.json: names {name}; copy"):
+        mcore2hf(tmp_path / "mcore", tmp_path / "back")
+
+
+def test_only_headers_that_are_equal_to_known_ones_are_not_parsed(
+    tmp_path: Path, tensors: Tensors
+) -> None:
+    hf = write_hf(tmp_path / "hf", tensors, config("deepseek_v3"))
+    hf2mcore(hf, tmp_path / "mcore")
+    known = open_hf(hf).shards
+    found = find_source(tmp_path / "mcore", known)
+    assert found is not None
+    (name,) = known
+    assert found.headers[name].tensors is known[name].tensors
+    header = next((tmp_path / "mcore/hf_source/headers").iterdir())
+    header.write_bytes(header.read_bytes().replace(b'"BF16"', b'"F16" ', 1))
+    found = find_source(tmp_path / "mcore", known)
+    assert found is not None
+    assert {s.dtype for s in found.headers[name].tensors.values()} >= {"F16", "BF16"}
+
+
+def test_weights_that_were_put_beside_are_not_exported(tmp_path: Path, tensors: Tensors) -> None:
+    hf = write_hf(tmp_path / "hf", tensors, config("deepseek_v3"))
+    (hf / "adapter").mkdir()
+    shutil.copy(hf / "model.safetensors", hf / "adapter")  # travels: no index names it
+    hf2mcore(hf, tmp_path / "mcore")
+    assert mcore2hf(tmp_path / "mcore", tmp_path / "back", verify=False).tensors
+    stray = tmp_path / "mcore/hf_source/files/stray.safetensors"
+    shutil.copy(hf / "model.safetensors", stray)
+    for verify in (True, False):
+        with pytest.raises(UnreadableError, match=r"stray\.safetensors: would become a shard"):
+            mcore2hf(tmp_path / "mcore", tmp_path / "again", verify=verify)
+        assert not (tmp_path / "again").exists()
+
+
+def test_an_iteration_that_appears_while_another_one_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    hf2mcore(hf, tmp_path / "run", iteration=10)
+    shutil.copytree(tmp_path / "run/iter_0000010", tmp_path / "run/iter_0000020")
+
+    def plan(*rest: Any, **options: Any) -> McoreToHf:
+        (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("20")
+        return plan_mcore2hf(*rest, **options)
+
+    monkeypatch.setattr("mtpconv.convert.export.plan_mcore2hf", plan)
+    with pytest.raises(UnreadableError, match="iter_0000020: became the latest iteration while"):
+        mcore2hf(tmp_path / "run", tmp_path / "back")
+    assert mcore2hf(tmp_path / "run", tmp_path / "back").verified
 
 
 def test_the_wrong_direction_names_the_other_command(tmp_path: Path) -> None:
@@ -233,3 +338,23 @@ def test_a_shard_in_a_subfolder_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr("mtpconv.convert.hf_to_mcore.write_config", write)
     with pytest.raises(UnreadableError, match="was written to while it was read"):
         hf2mcore(hf, tmp_path / "mcore")
+
+
+def test_a_checkpoint_of_another_table_goes_back_through_that_one_only(tmp_path: Path) -> None:
+    """Rows of another table would give tensors of equal shapes each other's names."""
+    hf = make_hf(tmp_path / "hf", config())
+    table = tmp_path / "own.toml"
+    text = find_table("glm_moe_dsa").path.read_text()
+    text += '\n[blocks.glue]\n"enorm.weight" = "enorm.weight"\n"hnorm.weight" = "hnorm.weight"\n'
+    text += '"eh_proj.weight" = "eh_proj.weight"\n"other.weight" = "shared_head.norm.weight"\n'
+    table.write_text(text.replace('"mtp_glue"', '"glue"'))
+    hf2mcore(hf, tmp_path / "mcore", mapping=table)
+    with pytest.raises(UsageError, match=r"table of your own, own\.toml; name it with --mapping"):
+        mcore2hf(tmp_path / "mcore", tmp_path / "back")
+    assert mcore2hf(tmp_path / "mcore", tmp_path / "back", mapping=table).verified
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
+    table.write_text("# spelled otherwise\n\n" + table.read_text())
+    assert mcore2hf(tmp_path / "mcore", tmp_path / "again", mapping=table).verified
+    table.write_text(table.read_text().replace('"other.weight"', '"another.weight"'))
+    with pytest.raises(UsageError, match=r"own\.toml says something else"):
+        mcore2hf(tmp_path / "mcore", tmp_path / "third", mapping=table)

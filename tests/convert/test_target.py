@@ -21,7 +21,7 @@ from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.convert.output import Output
 from mtpconv.convert.verify import verify_digests
 from mtpconv.errors import RefusedError, UnreadableError, UsageError, WriteError
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.ranks import Ranks
 from mtpconv.store.places import places_read
 from mtpconv.store.torch_dist import open_torch_dist
@@ -380,3 +380,20 @@ def test_refusals_come_before_the_target_is_touched(hf: Path, tmp_path: Path) ->
         hf2mcore(hf, target, overwrite=True)
     assert kept(target)
     assert names(tmp_path) == ["hf", "target"]
+
+
+@pytest.mark.parametrize("below", [".", "sub"])
+def test_the_current_folder_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    """After that no relative path leads anywhere, the source's among them."""
+    hf = make_hf(tmp_path / "hf", config())
+    out = tmp_path / "out"
+    (out / "sub").mkdir(parents=True)
+    (out / "mine").write_text("kept")
+    monkeypatch.chdir(out / below)
+    with pytest.raises(UsageError, match="is or holds the current folder"):
+        hf2mcore(Path(os.path.relpath(hf)), out, overwrite=True)
+    assert (out / "mine").read_text() == "kept"
+    monkeypatch.chdir(tmp_path)
+    assert hf2mcore(Path("hf"), Path("out"), overwrite=True).verified

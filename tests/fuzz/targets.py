@@ -17,8 +17,9 @@ from mtpconv.audit.audit import audit
 from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore
 from mtpconv.errors import MtpconvError
+from mtpconv.mapping.check import check, check_plan, own_table
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table, parse_table
+from mtpconv.mapping.table_reader import find_table, parse_table
 from mtpconv.store.content import blocks
 from mtpconv.store.manifest import read_manifest
 from mtpconv.store.torch_dist import open_torch_dist
@@ -121,7 +122,8 @@ class Targets:
     def _table(self, data: bytes) -> None:
         path = self.place / "table.toml"
         path.write_bytes(data)
-        parse_table(path)
+        check(parse_table(path), CONFIG)
+        check_plan(make_plan(CONFIG, own_table(path)))  # as a conversion with --mapping does
 
 
 NAMES = ("header", "index", "config", "metadata", "common", "record", "manifest", "table")

@@ -12,7 +12,8 @@ import pytest
 from mtpconv.geometry import EXPERT_FIELDS, read_geometry, text_config
 from mtpconv.mapping.check import check, check_plan
 from mtpconv.mapping.plan import Plan, make_plan
-from mtpconv.mapping.table import Table, find_table, parse_table, table_names
+from mtpconv.mapping.table import Table
+from mtpconv.mapping.table_reader import find_table, parse_table, table_names
 
 CONFIGS = Path(__file__).resolve().parents[2] / "fixtures" / "configs"
 

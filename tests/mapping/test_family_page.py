@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mtpconv.mapping.families import Family, Release, families, page
-from mtpconv.mapping.table import table_names
+from mtpconv.mapping.table_reader import table_names
 from mtpconv.parity.families import FAMILIES, NOT_RUN
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"

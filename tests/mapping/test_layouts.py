@@ -18,7 +18,7 @@ from mtpconv.mapping.layouts import (
     training_layout,
 )
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table, mappings_folder
+from mtpconv.mapping.table_reader import find_table, mappings_folder
 from tests.mapping.toy import config, configs
 
 #: local_spec_gqa respells nothing that this family keeps apart, the others nothing that it has, or

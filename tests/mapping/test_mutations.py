@@ -27,7 +27,8 @@ from mtpconv.convert import hf2mcore
 from mtpconv.mapping.check import check_inventory, check_plan, check_table
 from mtpconv.mapping.moves import ShapeError
 from mtpconv.mapping.plan import Plan, make_plan
-from mtpconv.mapping.table import Row, Table, find_table
+from mtpconv.mapping.table import Row, Table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.store.digest import digest_tensor
 from mtpconv.store.hf import open_hf
 from mtpconv.store.torch_dist import open_torch_dist

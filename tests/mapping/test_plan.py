@@ -10,7 +10,7 @@ from hypothesis import given
 from mtpconv.errors import RefusedError, UsageError
 from mtpconv.mapping.check import check_plan
 from mtpconv.mapping.plan import make_plan, promised_names
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from tests.mapping.toy import config, configs
 
 

@@ -11,7 +11,7 @@ import pytest
 from mtpconv.mapping.layouts import addresses, training_layout
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.producers import doubts, traits
-from mtpconv.mapping.table import find_table, table_names
+from mtpconv.mapping.table_reader import find_table, table_names
 from tests.mapping.toy import config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "fixtures" / "configs"

@@ -24,7 +24,7 @@ from mtpconv.mapping.layouts import (
 from mtpconv.mapping.ops import Concat, Copy, Op, ShapeError, Slice
 from mtpconv.mapping.plan import Plan, make_plan
 from mtpconv.mapping.stored import REORDERINGS, Half, RopeLast, Transposed
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.tensors import Shape
 from tests.mapping.toy import config
 

@@ -16,7 +16,7 @@ import pytest
 
 from mtpconv.convert import hf2mcore
 from mtpconv.geometry import read_geometry
-from mtpconv.mapping.table import find_table, table_names
+from mtpconv.mapping.table_reader import find_table, table_names
 from mtpconv.megatron_args import megatron_args, transformer_fields
 from mtpconv.parity import correspond, mcore, runtime
 from mtpconv.parity.settings import Settings

@@ -6,7 +6,7 @@ import pytest
 
 from mtpconv.mapping.layouts import addresses, as_stored, layout_of
 from mtpconv.mapping.plan import make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.parity import runtime
 
 pytestmark = pytest.mark.megatron

@@ -16,7 +16,7 @@ from mtpconv.audit.finding import (
     Side,
 )
 from mtpconv.mapping.plan import Plan, make_plan
-from mtpconv.mapping.table import find_table
+from mtpconv.mapping.table_reader import find_table
 from mtpconv.tensors import ROOT, Region
 from tests.conftest import ROOT as CHECKOUT
 

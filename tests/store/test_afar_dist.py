@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtpconv.convert import hf2mcore
-from mtpconv.convert.mcore_to_hf import checkpoint_files
-from mtpconv.convert.snapshot import Snapshot
+from mtpconv.convert.mcore_to_hf_plan import checkpoint_files
 from mtpconv.errors import UnreadableError, UnsupportedError, UsageError
 from mtpconv.store import afar
 from mtpconv.store.afar_dist import AfarMegatron, open_dist_afar
@@ -25,6 +24,7 @@ from mtpconv.store.crc_check import CrcCheck
 from mtpconv.store.dist_folder import METADATA, TRACKER
 from mtpconv.store.dist_metadata_writer import write_common, write_config, write_metadata
 from mtpconv.store.files import Files
+from mtpconv.store.snapshot import Snapshot
 from mtpconv.store.torch_dist import COMMON_STATE, TorchDistCheckpoint, open_torch_dist
 from mtpconv.store.torch_dist_writer import TorchDistWriter
 from mtpconv.store.upload import Upload
@@ -241,7 +241,7 @@ def test_a_model_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         require_sound(found.checkpoint)
         assert contents(found.checkpoint) == contents(open_torch_dist(tmp_path / "site"))
         assert found.source is not None
-        assert found.source.names
+        assert found.source.source.names
 
 
 def test_mirrors_of_one_state_look_the_same(store: str, tmp_path: Path) -> None:

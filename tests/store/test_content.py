@@ -202,6 +202,15 @@ def test_columns_of_a_wide_chunk_are_read_row_by_row(
     assert sum(read) <= 20 * 64 * 1024
 
 
+def test_a_transposed_piece_of_one_element(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abcd")
+    whole = Box.whole((1, 1))
+    piece = Piece(whole, tmp_path / "f", 1, (1, 1), whole, swap=True)
+    with Files() as files:
+        found = b"".join(map(bytes, blocks_of(TensorSpec("BF16", (1, 1)), [piece], files)))
+    assert found == b"bc"
+
+
 def test_empty_and_zero_dimensional_tensors(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     scalar = random_words((), "F32", 3)

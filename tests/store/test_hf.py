@@ -20,7 +20,7 @@ from mtpconv.errors import RefusedError, UnreadableError
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import blocks
 from mtpconv.store.hf import HfCheckpoint, open_hf
-from mtpconv.store.hf_index import INDEX_NAME
+from mtpconv.store.hf_index import INDEX_NAME, has_file
 from mtpconv.store.safetensors_header import parse_header, read_header
 from mtpconv.tensors import TensorSpec
 
@@ -374,6 +374,32 @@ def test_indexed_shard_that_is_not_there(tmp_path: Path, fault: Callable[[Path],
     assert (problem.kind, problem.file) == ("index_missing_file", "b.safetensors")
     assert problem.tensors == ("lm_head.weight", "model.layers.1.eh_proj.weight")
     assert checkpoint.unread == {"b.safetensors": problem.tensors}
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 300 + ".safetensors", "a/" * 3000 + "b", "config.json/b", "\ud800", "a\0b"]
+)
+def test_names_that_no_file_can_have_are_not_there(tmp_path: Path, name: str) -> None:
+    """Whatever else is wrong is still found."""
+    folder = two_shards(tmp_path)
+    index = dict.fromkeys(ENTRIES, "a.safetensors")
+    write_index(folder, {**index, "one": name, "other": "gone.safetensors"})
+    found = [p for p in open_hf(folder).problems if p.kind == "index_missing_file"]
+    assert {(p.file, p.tensors) for p in found} == {
+        (name, ("one",)), ("gone.safetensors", ("other",)),
+    }  # fmt: skip
+    assert all("\n" not in p.message and len(p.message) < 300 for p in found)
+    assert not has_file(folder, name)
+    assert has_file(folder, "a.safetensors")
+
+
+def test_a_symlink_to_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    folder = two_shards(tmp_path)
+    (folder / "b.safetensors").unlink()
+    (folder / "b.safetensors").symlink_to("a" * 300)
+    (problem,) = open_hf(folder).problems
+    assert problem.kind == "index_missing_file"
+    assert "(a symlink to aaa" in problem.message
 
 
 def test_dangling_symlink_outside_the_index_is_unreadable(tmp_path: Path) -> None:

@@ -40,15 +40,19 @@ def test_parts_in_any_order_make_the_file(
     assert path.read_bytes() == data
 
 
-def test_ranges_are_copied_inside_the_kernel(tmp_path: Path) -> None:
-    (tmp_path / "source").write_bytes(b"0123456789")
-    source = os.open(tmp_path / "source", os.O_RDONLY)
+@pytest.mark.parametrize("keep", [True, False])
+def test_pages_are_given_back_only_when_they_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: happened.append("sync"))
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: happened.append("give back"))
     file = NewFile(tmp_path / "file")
-    assert file.copy_range(2, 4, source, 5) == 4
-    assert file.copy_range(0, 4, source, 10) == 0  # nothing is left there
+    file.write(0, b"bytes")
+    file.begin_writeback(keep=keep)
     file.close()
-    os.close(source)
-    assert (tmp_path / "file").read_bytes() == b"\0\x005678"
+    assert happened == (["sync"] if keep else ["sync", "give back"])
+    assert (tmp_path / "file").read_bytes() == b"bytes"
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from mtpconv.store.dist_metadata_writer import (
 )
 from mtpconv.store.pickles import Global, Instance
 from mtpconv.store.torch_dist import TorchDistCheckpoint, open_torch_dist
-from mtpconv.store.torch_dist_writer import TorchDistWriter
+from mtpconv.store.torch_dist_writer import TorchDistWriter, Written
 from mtpconv.store.torch_names import TORCH_DTYPES
 from mtpconv.tensors import Box, Shape, TensorSpec
 from tests.store.dist import grids, random_tensors, stored_bytes, write
@@ -397,3 +400,45 @@ def test_a_checkpoint_that_torch_saved_is_read(tmp_path: Path) -> None:
     assert checkpoint.tensors["w"] == TensorSpec("BF16", (5, 7))
     assert set(checkpoint.objects) == {"note"}
     assert same_as_torch(tmp_path, checkpoint) == 5
+
+
+# --- more files than a process may open ---------------------------------------------------------
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[int]:
+    """How many files may be open, and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + 20, hard))
+    yield held + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_tensor_in_more_files_than_may_be_open(tmp_path: Path, few_descriptors: int) -> None:
+    folder, count = tmp_path / "iter_0000003", few_descriptors + 30
+    written: list[Written] = []
+    folder.mkdir()
+    for rank in range(count):
+        with TorchDistWriter(folder, rank) as writer:
+            box = Box((count - 1 - rank, 0), (1, 2))
+            writer.write("w", TensorSpec("U8", (count, 2)), box, [bytes(divmod(rank, 256))])
+            written += writer.close()
+    write_metadata(folder, written)
+    write_common(folder, {"args": {}, "iteration": 3})
+    write_config(folder)
+    checkpoint = open_torch_dist(folder)
+    assert list(checkpoint.check_records()) == []
+    assert stored_bytes(checkpoint, "w") == {
+        (count - 1 - rank, 0): bytes(divmod(rank, 256)) for rank in range(count)
+    }
+
+
+def test_a_lack_of_descriptors_is_no_damage(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    checkpoint = open_torch_dist(sound)
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(UnreadableError, match=r"Too many open files; raise `ulimit -n`$"):
+        checkpoint.chunks("a.weight")

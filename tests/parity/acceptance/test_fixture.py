@@ -81,6 +81,7 @@ def test_what_breaks_the_draft_head_leaves_the_text_alone(
         assert report.measured.sample == right.measured.sample
 
 
+@pytest.mark.slow
 def test_the_gates(tmp_path: Path) -> None:
     assert run_acceptance(MODEL, options(min_acceptance=0.7)).exit_code == 0
     broken = changed(tmp_path / "model", swap_halves)
@@ -121,6 +122,7 @@ def test_more_drafts_than_depths_go_on_from_the_last() -> None:
     assert any("4 drafts from 1 MTP depth" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_other_sources_of_drafts() -> None:
     looked_up = run_acceptance(MODEL, options(draft="ngram", depth=3))
     assert looked_up.measured.draft == "ngram"

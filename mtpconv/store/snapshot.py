@@ -11,7 +11,8 @@ from blake3 import blake3
 from mtpconv.errors import UnreadableError
 from mtpconv.store.other_files import other_files
 
-_State = tuple[int, int]
+#: size, time of change of the bytes, time of change of anything
+_State = tuple[int, int, int]
 
 
 class Snapshot:
@@ -27,7 +28,7 @@ class Snapshot:
         """
         for path, before in self._seen.items():
             after = _state(path)
-            if after == before:
+            if (after and after[:2]) == (before and before[:2]):
                 continue
             if after is None:
                 what = "vanished"
@@ -45,9 +46,18 @@ class Snapshot:
     @property
     def digest(self) -> str:
         """One BLAKE3 over all of it, hex: the same source in the same state."""
+        return self._digest(2)
+
+    @property
+    def strict_digest(self) -> str:
+        """The same, and no file was replaced by one of its size and time, as `cp -p` does."""
+        return self._digest(3)
+
+    def _digest(self, fields: int) -> str:
         hasher = blake3()
         for path, state in sorted(self._seen.items()):
-            hasher.update(os.fsencode(path.name) + f"\0{state}\n".encode())
+            known = state if state is None else state[:fields]
+            hasher.update(os.fsencode(path.name) + f"\0{known}\n".encode())
         return hasher.hexdigest()
 
 
@@ -73,4 +83,4 @@ def _state(path: Path) -> _State | None:
         found = path.stat()
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
