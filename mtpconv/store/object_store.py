@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,3 +43,16 @@ def open_store(
         scheme = urlsplit(url).scheme
         raise UnsupportedError(f"{url}: fsspec cannot open {scheme}://: {error}") from error
     return found
+
+
+def place_in_store(url: str) -> tuple[Any, PurePosixPath]:
+    """The store that a URL leads into, None if fsspec does not know it, and where in there."""
+    last = url.rpartition("::")[2]
+    try:
+        import fsspec
+
+        kind = fsspec.get_filesystem_class(urlsplit(last).scheme)
+    except (ImportError, ValueError):
+        return None, PurePosixPath()
+    host = kind._get_kwargs_from_urls(last).get("host")
+    return (kind, host), PurePosixPath(kind._strip_protocol(last))

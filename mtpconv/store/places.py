@@ -90,13 +90,13 @@ def check_apart(target: str, *reads: str | Path | None) -> None:
         paths = (None if read is None else local_path(str(read)) for read in reads)
         places_read(*paths).require_apart(real_path(here), target)
         return
-    from mtpconv.store.remote import remote_place
+    from mtpconv.store.object_store import place_in_store
 
-    store, place = remote_place(target)
+    store, place = place_in_store(target)
     for read in reads:
         if read is None or local_path(str(read)) is not None:
             continue
-        other, there = remote_place(str(read))
+        other, there = place_in_store(str(read))
         if store is None or store != other:
             continue
         words = f"the source {read}" if read is reads[0] else str(read)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 from mtpconv.errors import UnreadableError, UnsupportedError
@@ -309,16 +309,3 @@ class _Fsspec:
             return UnreadableError(f"{self._url}: {what}: {type(error).__name__}: {why}")
 
         return asking(fail, told_apart)
-
-
-def remote_place(url: str) -> tuple[Any, PurePosixPath]:
-    """The store that a URL leads into, None if fsspec does not know it, and where in there."""
-    last = url.rpartition("::")[2]
-    try:
-        import fsspec
-
-        kind = fsspec.get_filesystem_class(urlsplit(last).scheme)
-    except (ImportError, ValueError):
-        return None, PurePosixPath()
-    host = kind._get_kwargs_from_urls(last).get("host")
-    return (kind, host), PurePosixPath(kind._strip_protocol(last))
