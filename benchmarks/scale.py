@@ -16,28 +16,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
+from blake3 import blake3
 
 from benchmarks import model
 from benchmarks.measure import ROOT, median, remove
-from mtpconv.convert import hf2mcore, mcore2hf, record_files, records, shards
+from mtpconv.convert import hf2mcore, mcore2hf, mcore_to_hf, record_files, records, shards, verify
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table_reader import find_table
 from mtpconv.store.content import Files, blocks
 from mtpconv.store.hf import open_hf
 from mtpconv.store.hf_writer import index_bytes, make_headers
 from mtpconv.store.new_file import NewFile
+from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.tensors import TensorSpec
 from mtpconv.view import HfView
 
 DOCUMENT = ROOT / "docs" / "scale.md"
-_NO_DIGEST = "0" * 64
 
 
 @dataclass
@@ -50,33 +53,31 @@ class Stage:
     anonymous: int
 
 
-class Watch:
-    """Times stages and watches anonymous memory meanwhile."""
+def staged(name: str, work: Callable[..., Any], *given: Any) -> tuple[Stage, Any]:
+    """Do one stage in a process of its own, as a command would: none has another's memory."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        stage, found = process.submit(_watched, name, work, given).result()
+    print(stage, file=sys.stderr, flush=True)
+    return stage, found
 
-    def __init__(self) -> None:
-        self.stages: list[Stage] = []
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """One stage."""
-        most, over = [0], threading.Event()
+def _watched(name: str, work: Callable[..., Any], given: Sequence[Any]) -> tuple[Stage, Any]:
+    """Time a stage and watch its anonymous memory meanwhile."""
+    most, over = [0], threading.Event()
 
-        def watch() -> None:
-            while not over.wait(0.02):
-                most[0] = max(most[0], _anonymous())
+    def watch() -> None:
+        while not over.wait(0.02):
+            most[0] = max(most[0], _anonymous())
 
-        thread = threading.Thread(target=watch)
-        thread.start()
-        begun, used = time.monotonic(), time.process_time()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-            self.stages.append(
-                Stage(name, time.monotonic() - begun, time.process_time() - used, most[0])
-            )
-            print(self.stages[-1], file=sys.stderr, flush=True)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    begun, used = time.monotonic(), time.process_time()
+    try:
+        found = work(*given)
+    finally:
+        over.set()
+        thread.join()
+    return Stage(name, time.monotonic() - begun, time.process_time() - used, most[0]), found
 
 
 def _anonymous() -> int:
@@ -86,18 +87,20 @@ def _anonymous() -> int:
     return 0
 
 
-def sparse_model(folder: Path, config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """An HF folder with true headers and holes for data; gives its inventory."""
-    plan = make_plan(config, find_table(config["model_type"]))
+def _inventory(config: dict[str, Any]) -> dict[str, TensorSpec]:
+    return dict(make_plan(config, find_table(config["model_type"])).hf)
+
+
+def sparse_model(folder: Path, config: dict[str, Any]) -> None:
+    """An HF folder with true headers and holes for data."""
     folder.mkdir()
-    headers = make_headers(folder, plan.hf)
+    headers = make_headers(folder, _inventory(config))
     for file, header in headers.items():
         with (folder / file).open("wb") as out:
             out.write(header.raw)
             out.truncate(header.size)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors.index.json").write_bytes(index_bytes(headers))
-    return dict(plan.hf)
 
 
 def far_ends(inventory: dict[str, TensorSpec]) -> list[str]:
@@ -114,6 +117,11 @@ def content(name: str, spec: TensorSpec) -> bytes:
     return np.random.default_rng(crc32(name.encode())).bytes(spec.nbytes)
 
 
+def made_up(name: str) -> str:
+    """A digest for a tensor whose bytes are not looked at."""
+    return blake3(name.encode()).hexdigest()
+
+
 def put(folder: Path, names: Sequence[str]) -> None:
     """Seeded bytes into some tensors of a sparse folder."""
     hf = open_hf(folder)
@@ -125,10 +133,26 @@ def put(folder: Path, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def hollow(names: Sequence[str]) -> Iterator[None]:
-    """Conversions that copy only what holds one of these tensors; all else stays a hole."""
+def replaced(instead: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes of modules that are something else for a while."""
+    before = [(where, name, getattr(where, name)) for where, name, _ in instead]
+    for where, name, what in instead:
+        setattr(where, name, what)
+    try:
+        yield
+    finally:
+        for where, name, what in before:
+            setattr(where, name, what)
+
+
+def hollow(names: Sequence[str]) -> AbstractContextManager[None]:
+    """Conversions that read and write only what holds one of these tensors.
+
+    All else stays a hole; its digests are made up, and nobody asks for the CRC-32 of holes.
+    """
     wanted = set(names)
-    write, copy, usage = record_files.write_batch, shards._copy, shutil.disk_usage
+    write, copy = record_files.write_batch, shards._copy
+    digests, usage = verify.digest_tensors, shutil.disk_usage
 
     def write_batch(
         file: NewFile, batch: Sequence[records.Placed], files: Files
@@ -140,32 +164,40 @@ def hollow(names: Sequence[str]) -> Iterator[None]:
                 found += write(file, [placed], files)
                 continue
             room.seal(file, 0)
-            found += [(name, _NO_DIGEST) for name in step.hf]
+            found += [(name, made_up(name)) for name in step.hf]
         return found
 
     def copy_tensors(
         shard: shards.Shard, tensors: Sequence[Any], files: Files, *, digest: bool
     ) -> list[Any]:
+        found = []
         for tensor in tensors:
             if tensor.name in wanted:
-                copy(shard, [tensor], files, digest=digest)
-            elif tensor.what.spec.nbytes:  # its last byte: the file gets its length
+                found += copy(shard, [tensor], files, digest=digest)
+                continue
+            found.append((tensor.name, made_up(tensor.name)))
+            if tensor.what.spec.nbytes:  # its last byte: the file gets its length
                 shard.out.write(tensor.at + tensor.what.spec.nbytes - 1, memoryview(b"\0"))
-        return []
+        return found
 
-    # Four times as large as else, for offsets beyond 4 GiB.
-    limit = record_files.FILE_LIMIT
-    setattr(record_files, "FILE_LIMIT", 4 * limit)  # noqa: B010
-    setattr(record_files, "write_batch", write_batch)  # noqa: B010
-    setattr(shards, "_copy", copy_tensors)  # noqa: B010
-    setattr(shutil, "disk_usage", lambda p: usage(p)._replace(free=1 << 50))  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(record_files, "FILE_LIMIT", limit)  # noqa: B010
-        setattr(record_files, "write_batch", write)  # noqa: B010
-        setattr(shards, "_copy", copy)  # noqa: B010
-        setattr(shutil, "disk_usage", usage)  # noqa: B010
+    def digest_tensors(source: Any, names: Sequence[str], *rest: Any) -> Iterator[tuple[str, str]]:
+        for name in names:
+            if name in wanted:
+                yield from digests(source, [name], *rest)
+            else:
+                yield name, made_up(name)
+
+    return replaced(
+        [
+            # Four times as large as else, for offsets beyond 4 GiB.
+            (record_files, "FILE_LIMIT", 4 * record_files.FILE_LIMIT),
+            (record_files, "write_batch", write_batch),
+            (shards, "_copy", copy_tensors),
+            (verify, "digest_tensors", digest_tensors),
+            (mcore_to_hf, "require_crcs", lambda *_: None),
+            (shutil, "disk_usage", lambda p: usage(p)._replace(free=1 << 50)),
+        ]
+    )
 
 
 def require_same(read: Callable[[str], bytes], names: Sequence[str], specs: Any) -> None:
@@ -179,47 +211,55 @@ def _reader(source: Any) -> Callable[[str], bytes]:
     return lambda name: b"".join(bytes(block) for block in blocks(source, name))
 
 
-def measure(folder: Path) -> tuple[Watch, dict[str, float]]:
-    """Both conversions of a hollow GLM-5.2, and what they took."""
-    from mtpconv.store.torch_dist import open_torch_dist
+def convert(source: Path, target: Path, names: Sequence[str]) -> float:
+    """hf2mcore of the hollow model; gives its bytes."""
+    with hollow(names):
+        return float(hf2mcore(source, target).nbytes)
 
+
+def export(source: Path, target: Path, names: Sequence[str]) -> None:
+    """mcore2hf of the hollow model."""
+    with hollow(names):
+        done = mcore2hf(source, target)
+    if done.unchanged != done.tensors:
+        raise SystemExit(f"of {done.tensors} tensors {done.unchanged} came back unchanged")
+
+
+def find_records(source: Path) -> tuple[int, int]:
+    """Elements of the largest tensor, and where in its file the farthest record begins."""
+    checkpoint = open_torch_dist(source)
+    largest = max(spec.elements for spec in checkpoint.tensors.values())
+    return largest, max(c.start for key in checkpoint.tensors for c in checkpoint.chunks(key))
+
+
+def measure(folder: Path) -> tuple[list[Stage], dict[str, float]]:
+    """Both conversions of a hollow GLM-5.2, and what they took."""
     config = model.published("glm-5.2")
     hf, mcore, back = folder / "hf", folder / "mcore", folder / "back"
     remove(hf, mcore, back)
-    watch = Watch()
-    with watch.stage("make the sparse source"):
-        inventory = sparse_model(hf, config)
+    made, _ = staged("make the sparse source", sparse_model, hf, config)
+    inventory = _inventory(config)
     chosen = far_ends(inventory)
     put(hf, chosen)
-    with hollow(chosen):
-        with watch.stage("hf2mcore, all but the bytes"):
-            done = hf2mcore(hf, mcore, verify=False)
-        with watch.stage("open it and find every record"):
-            checkpoint = open_torch_dist(mcore)
-            for key in checkpoint.tensors:
-                checkpoint.chunks(key)
-        plan = make_plan(config, find_table("glm_moe_dsa"))
-        view = HfView(checkpoint, plan)
-        require_same(_reader(view), chosen, inventory)
-        largest = max(spec.elements for spec in checkpoint.tensors.values())
-        farthest = max(c.start for key in checkpoint.tensors for c in checkpoint.chunks(key))
-        del view, checkpoint, plan
-        with watch.stage("mcore2hf, all but the bytes"):
-            mcore2hf(mcore, back, verify=False)
-        returned = open_hf(back)
-        require_same(_reader(returned), chosen, inventory)
-        same = all(returned.shards[f].raw == h.raw for f, h in open_hf(hf).shards.items())
-        if not same:
-            raise SystemExit("the shards came back with other headers")
+    there, nbytes = staged("hf2mcore, all but the bytes", convert, hf, mcore, chosen)
+    opened, (largest, farthest) = staged("open it and find every record", find_records, mcore)
+    plan = make_plan(config, find_table("glm_moe_dsa"))
+    require_same(_reader(HfView(open_torch_dist(mcore), plan)), chosen, inventory)
+    returned, _ = staged("mcore2hf, all but the bytes", export, mcore, back, chosen)
+    result = open_hf(back)
+    require_same(_reader(result), chosen, inventory)
+    same = all(result.shards[f].raw == h.raw for f, h in open_hf(hf).shards.items())
+    if not same:
+        raise SystemExit("the shards came back with other headers")
     facts = {
-        "tensors": len(inventory), "bytes": float(done.nbytes), "largest": largest,
-        "farthest": farthest, "shards": len(returned.shards), "copied": len(chosen),
+        "tensors": len(inventory), "bytes": nbytes, "largest": largest,
+        "farthest": farthest, "shards": len(result.shards), "copied": len(chosen),
         "files": len(list(mcore.rglob("*.distcp"))),
         "metadata": sum(p.stat().st_size for p in mcore.rglob(".metadata")),
         "disk": sum(p.stat().st_blocks * 512 for p in folder.rglob("*") if p.is_file()),
     }  # fmt: skip
     remove(hf, mcore, back)
-    return watch, facts
+    return [made, there, opened, returned], facts
 
 
 _TEXT = """# A terabyte and a half
@@ -293,14 +333,16 @@ def _estimate(size: float, place: Any, cpu: float, reads: int) -> float:
     return 1.2 * size * float(max(moving, cpu / cores))
 
 
-def write(watch: Watch, facts: dict[str, float], figures: dict[str, list[float]]) -> None:
+def write(
+    stages: Sequence[Stage], facts: dict[str, float], figures: dict[str, list[float]]
+) -> None:
     """Write docs/scale.md."""
     size = facts["bytes"] / 1e9
     cpu = {n: median(figures[f"{n} CPU s/GB"]) for n in
            ("hf2mcore_plain", "mcore2hf_plain", "hf2mcore", "mcore2hf")}  # fmt: skip
-    stages = [
+    rows = [
         f"| {s.name} | {s.wall:.1f} s | {s.cpu:.1f} s | {s.anonymous / 1e6:.0f} MB |"
-        for s in watch.stages
+        for s in stages
     ]
     places = []
     for place in _PLACES:
@@ -313,12 +355,12 @@ def write(watch: Watch, facts: dict[str, float], figures: dict[str, list[float]]
         )
     text = _TEXT.format(
         tensors=int(facts["tensors"]), tera=size / 1000, shards=int(facts["shards"]),
-        copied=int(facts["copied"]), stages="\n".join(stages), farthest=int(facts["farthest"]),
+        copied=int(facts["copied"]), stages="\n".join(rows), farthest=int(facts["farthest"]),
         largest=int(facts["largest"]), metadata=facts["metadata"] / 1e6,
         files=int(facts["files"]), disk=facts["disk"] / 1e9, cpu_there=cpu["hf2mcore_plain"],
         cpu_back=cpu["mcore2hf_plain"], check_there=cpu["hf2mcore"], check_back=cpu["mcore2hf"],
         disk_speed=median(figures["disk GB/s"]), places="\n".join(places),
-        memory=max(s.anonymous for s in watch.stages) / 1e6,
+        memory=max(s.anonymous for s in stages) / 1e6,
         overhead=(facts["metadata"] + 2 * 2048 * 40_000) / 1e9,
     )  # fmt: skip
     DOCUMENT.write_text(text, "utf-8")
@@ -331,12 +373,12 @@ def main() -> None:
     folder = parser.parse_args().place
     work = folder / "scale"
     work.mkdir(parents=True, exist_ok=True)
-    watch, facts = measure(work)
+    stages, facts = measure(work)
     shutil.rmtree(work)
     print(json.dumps(facts, indent=1))
     figures = folder / "figures.json"
     if figures.is_file():
-        write(watch, facts, json.loads(figures.read_text()))
+        write(stages, facts, json.loads(figures.read_text()))
         print(f"written: {DOCUMENT}")
 
 

@@ -45,8 +45,8 @@ class HfView:
         self.plan = as_stored(plan, self.layout)
         self.tensors: dict[str, TensorSpec] = {}
         self.problems: list[Problem] = list(checkpoint.problems)
-        #: by HF name: the steps that make it or a part of it, which operand it is, and where
-        self._steps: dict[str, list[tuple[Step, int, Address]]] = {}
+        #: by HF name: the steps that make it or a part of it, and where
+        self._steps: dict[str, tuple[tuple[Step, Address], ...]] = {}
         self._aliases: dict[str, str] = {}
         self._carried = carried
         self._chunks = _ChunkIndex(checkpoint)
@@ -103,7 +103,8 @@ class HfView:
         if name not in self._steps and self._carried is not None:
             return pieces(self._carried, name)
         found: list[Piece] = []
-        for step, operand, address in self._steps[name]:
+        for step, address in self._steps[name]:
+            operand = step.hf.index(name)
             for move in step.op.moves([s.shape for s in step.specs]):
                 if move.operand == operand:
                     found += self._move_pieces(move, address)
@@ -114,12 +115,14 @@ class HfView:
 
         This is what nearly every tensor of a converted checkpoint is, at a sixth of the cost.
         """
-        steps = self._steps.get(name) or self._steps.get(self._aliases.get(name, name))
+        if name not in self._steps:
+            name = self._aliases.get(name, name)
+        steps = self._steps.get(name)
         if steps is None or len(steps) != 1:
             return None
-        step, operand, address = steps[0]
+        step, address = steps[0]
         chunks = self._chunks.near(address.key, address.index)
-        cuts = self._cuts(step, operand)
+        cuts = self._cuts(step, step.hf.index(name))
         if cuts is None or len(chunks) != 1:
             return None
         file, start, box = chunks[0]
@@ -158,7 +161,7 @@ class HfView:
     def _padded_steps(self) -> Iterator[Step]:
         seen = set()
         for entries in self._steps.values():
-            for step, _, _ in entries:
+            for step, _ in entries:
                 if step.op.name == "pad_rows" and step.key not in seen:
                     seen.add(step.key)
                     if step.shape != step.specs[0].shape:
@@ -169,6 +172,7 @@ class HfView:
         used: set[str] = set()
         parts: dict[str, int] = {}
         missing: dict[str, None] = {}
+        specs: dict[TensorSpec, TensorSpec] = {}  # few differ: said once each
         for planned in self.plan.steps:
             address = self.layout.address(planned.key, self.plan.geometry)
             spec = stored.get(address.key)
@@ -180,13 +184,15 @@ class HfView:
             if step is None:
                 self._misshaped(planned, spec, address)
                 continue
+            use = ((step, address),)  # the same one for all names of a step
             for operand, name in enumerate(step.hf):
-                self._steps.setdefault(name, []).append((step, operand, address))
+                self._steps[name] = self._steps[name] + use if name in self._steps else use
                 if step.op.partial:
                     moves = step.op.moves([s.shape for s in step.specs])
                     taken = sum(m.hf.elements for m in moves if m.operand == operand)
                     parts[name] = parts.get(name, 0) + taken
-                self.tensors[name] = TensorSpec(spec.dtype, step.specs[operand].shape)
+                of_hf = TensorSpec(spec.dtype, step.specs[operand].shape)
+                self.tensors[name] = specs.setdefault(of_hf, of_hf)
         for name, count in parts.items():
             if count != self.tensors[name].elements:
                 del self.tensors[name]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from mtpconv.convert.agreement import is_mtp_name
 from mtpconv.convert.arithmetic import computed_names, export_arithmetic
 from mtpconv.convert.configs import config_bytes
-from mtpconv.convert.fp8 import export_steps, idle_notes, remade_names
+from mtpconv.convert.fp8 import export_steps, fp8_mode, idle_notes, remade_names
 from mtpconv.convert.mcore_to_hf_plan import (
     McoreToHf,
     checkpoint_files,
+    origin_of,
     plan_mcore2hf,
     require_one_iteration,
 )
@@ -30,12 +31,13 @@ from mtpconv.convert.remarks import (
 )  # fmt: skip
 from mtpconv.convert.whole import carried_beside
 from mtpconv.ranks import Ranks
+from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.crc_check import CrcCheck
 from mtpconv.store.durable import copy_file, write_bytes
 from mtpconv.store.fp8_tensors import SCALE, quantisation
 from mtpconv.store.hf_index import INDEX_NAME
 from mtpconv.store.hf_writer import index_bytes
-from mtpconv.store.legacy import MegatronCheckpoint
+from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.snapshot import Snapshot
 from mtpconv.store.source import has_source
 from mtpconv.store.source_seal import check_source
@@ -64,21 +66,26 @@ class Export:
         opened: AfarMegatron | None,
     ) -> None:
         self._started = time.monotonic()
+        mode = fp8_mode(fp8)
         self._source, self._verify = source, verify
         given = (opened, like if not isinstance(like, Path) else None)
         #: what is read of other machines; what stands for it here is a mirror
         self.afar = [one for one in given if one is not None]
         files = checkpoint_files(source)
         self.snapshot = Snapshot(files)
+        stored = open_megatron(source) if opened is None else opened.checkpoint
+        require_sound(stored)
+        origin = origin_of(source, like, opened)
+        self.beside = Snapshot(origin.files_read)
+        # Of a remote source only what is needed was fetched. Reading the digests takes memory for
+        # a moment, so it comes before there is a plan.
+        whole = isinstance(like, Path) or not self.afar
+        self._manifest = check_source(origin, whole=whole) if verify else None
         self.work: McoreToHf = plan_mcore2hf(
-            source, like=like, mapping=mapping, drop_mtp=drop_mtp, frozen_vision=frozen_vision,
-            fp8=fp8, opened=opened,
+            source, stored, origin, mapping=mapping, drop_mtp=drop_mtp,
+            frozen_vision=frozen_vision, mode=mode,
         )  # fmt: skip
         require_one_iteration(self.work, files)
-        self.beside = Snapshot(self.work.source.files_read)
-        # Of a remote source only what is needed was fetched.
-        whole = isinstance(like, Path) or not self.afar
-        self._manifest = check_source(self.work.source, whole=whole) if verify else None
 
     @cached_property
     def crcs(self) -> CrcCheck:

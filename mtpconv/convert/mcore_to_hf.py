@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from sys import intern
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -103,8 +104,12 @@ def mcore2hf(
         ) as out,
         Crew(jobs, on_read=export.crcs.saw) as crew,
     ):
-        mine = _write_shards(work, out, export.snapshot.digest, crew, progress, digest=verify)
-        digests = {n: d for found in ranks.gather("written", mine) for n, d in found.items()}
+        written_by = ranks.gather(
+            "written",
+            _write_shards(work, out, export.snapshot.digest, crew, progress, digest=verify),
+        )
+        digests = {name: digest for mine in written_by for name, digest in mine.items()}
+        del written_by
         if verify:
             require_crcs(export.crcs, ranks, crew.jobs)
         if ranks.is_first:
@@ -150,7 +155,7 @@ def _write_shards(
     def done(shard: Shard) -> None:
         name, made = holds[shard.path]
         out.journal.add(name, Done(made, shard.digests))
-        digests.update(shard.digests)
+        digests.update((n, intern(digest)) for n, digest in shard.digests.items())
         progress.advance(shard.header.data_start)
 
     write_shards(todo, work.content, crew, progress.advance, done, digest=digest)

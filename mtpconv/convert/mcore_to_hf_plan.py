@@ -11,7 +11,7 @@ from mtpconv.convert import identity
 from mtpconv.convert.arithmetic import originals_of, undone
 from mtpconv.convert.configs import changed_config
 from mtpconv.convert.drop import droppable
-from mtpconv.convert.fp8 import Fp8, bf16_inventory, exported, fp8_mode, shards_of, source_fp8
+from mtpconv.convert.fp8 import Fp8, bf16_inventory, exported, shards_of, source_fp8
 from mtpconv.convert.hf_to_mcore_plan import table_for
 from mtpconv.convert.needs import files_need, names_need
 from mtpconv.convert.whole import require_same_inventory, require_two_towers, require_whole
@@ -21,13 +21,13 @@ from mtpconv.mapping.layouts import detect_layout
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table import Table
 from mtpconv.store.arithmetic import Undone
-from mtpconv.store.checkpoint import require_sound
+from mtpconv.store.checkpoint import Checkpoint, require_sound
 from mtpconv.store.content import Pieced
 from mtpconv.store.dist_folder import COMMON, CONFIG, METADATA, find_folder
 from mtpconv.store.fp8_tensors import SCALE
 from mtpconv.store.hf_index import INDEX_NAME
 from mtpconv.store.hf_writer import make_headers
-from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
+from mtpconv.store.legacy import MegatronCheckpoint
 from mtpconv.store.legacy_file import NAME as RANK_FILE
 from mtpconv.store.safetensors_header import ShardHeader
 from mtpconv.store.snapshot import files_of
@@ -107,17 +107,27 @@ class McoreToHf:
         return sum(h.size for h in self.headers.values()) + others + (1 << 20)
 
 
-def _origin(
-    source: Path, like: Path | AfarSource | None, opened: AfarMegatron | None
-) -> HfSource | None:
-    """Where config, files and shard layout come from."""
+def origin_of(
+    source: Path, like: Path | AfarSource | None = None, opened: AfarMegatron | None = None
+) -> HfSource:
+    """Where config, files and shard layout come from; arguments as of `mcore2hf`.
+
+    Raises: UsageError if there is none; UnreadableError, RefusedError.
+    """
     if isinstance(like, Path):
         return read_source(like)
     if like is not None:
         return like.source
     if opened is None:
-        return find_source(source)
-    return None if opened.source is None else opened.source.source
+        found = find_source(source)
+    else:
+        found = None if opened.source is None else opened.source.source
+    if found is None:
+        raise UsageError(
+            f"{source}: has no hf_source folder beside it (Megatron saved it later?); "
+            "pass the original HuggingFace folder, or the saved one, with --like"
+        )
+    return found
 
 
 def _require_its_table(table: Table, mapping: Path | None, origin: HfSource) -> None:
@@ -137,29 +147,20 @@ def _require_its_table(table: Table, mapping: Path | None, origin: HfSource) -> 
 
 def plan_mcore2hf(
     source: Path,
+    checkpoint: Checkpoint,
+    origin: HfSource,
     *,
-    like: Path | AfarSource | None = None,
     mapping: Path | None = None,
     drop_mtp: bool = False,
     frozen_vision: bool = False,
-    fp8: str = "keep",
-    opened: AfarMegatron | None = None,
+    mode: Fp8 = "keep",
 ) -> McoreToHf:
-    """Open and check a torch_dist checkpoint; everything that can be refused is refused here.
+    """Plan an export of a sound checkpoint; everything that can be refused is refused here.
 
-    `like`, `frozen_vision`, `opened`: as `mcore2hf`.
+    `source`: its name for messages. `origin`: from `origin_of`. The others: as `mcore2hf`.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError.
     """
-    mode = fp8_mode(fp8)
-    checkpoint = open_megatron(source) if opened is None else opened.checkpoint
-    require_sound(checkpoint)
-    origin = _origin(source, like, opened)
-    if origin is None:
-        raise UsageError(
-            f"{source}: has no hf_source folder beside it (Megatron saved it later?); "
-            "pass the original HuggingFace folder, or the saved one, with --like"
-        )
     table = table_for(origin.config, mapping)
     _require_its_table(table, mapping, origin)
     present = origin.names or None

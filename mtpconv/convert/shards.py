@@ -106,7 +106,7 @@ def shard_is_whole(path: Path, header: ShardHeader, digests: Mapping[str, str], 
     if found.raw != header.raw or digests.keys() != header.tensors.keys():
         return False
     alone = HfCheckpoint(
-        path.parent, found.tensors, (), None, b"", {path.name: found}, None, None, b"", {},
+        path.parent, found.tensors, (), None, {path.name: found}, None, None, {},
         dict.fromkeys(found.tensors, path.name),
     )  # fmt: skip
     names = list(found.payload_order)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,7 +90,7 @@ class Layout:
 
     def _spell(self, key: str, geometry: Geometry) -> Address:
         index: list[int] = []
-        lead: list[int] = []
+        lead: Shape = ()
         for dialect in self.dialects:
             for rule in dialect.rules:
                 if rule.needle not in key:
@@ -103,8 +104,16 @@ class Layout:
                 key = key[: found.start()] + to + key[found.end() :]
                 if rule.axis is not None:
                     index.append(int(found[1]))
-                    lead.append(geometry.layers if rule.axis == "layer" else geometry.experts)
-        return Address(key, tuple(index), tuple(lead))
+                    lead = _longer(
+                        lead, geometry.layers if rule.axis == "layer" else geometry.experts
+                    )
+        return Address(sys.intern(key), tuple(index), lead)  # a checkpoint has the same keys
+
+
+@cache
+def _longer(lead: Shape, size: int) -> Shape:
+    """Leading axes and one more; of the few there are, each is held once."""
+    return (*lead, size)
 
 
 #: Order matters: a layer axis comes before an expert axis. All of `mappings/layouts`.

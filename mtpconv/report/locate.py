@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from mtpconv.errors import UnreadableError
-from mtpconv.store.json_text import read_json
+from mtpconv.store.json_text import parse_json, read_small
 
 #: Keys deeper than this are not looked for: no config field that is compared lies so deep.
 _MAX_DEPTH: Final = 8
@@ -24,10 +24,11 @@ def read_lines(path: Path) -> Lines:
     A report is about a checkpoint that may be broken, so a file that cannot be read is no error.
     """
     try:
-        text = read_json(path).text.decode("utf-8-sig")
-    except (UnreadableError, UnicodeDecodeError):
+        text = read_small(path)
+        parse_json(text, path)
+    except UnreadableError:
         return {}
-    return find_lines(text)
+    return find_lines(text.decode("utf-8-sig"))
 
 
 def find_lines(text: str) -> dict[str, int]:

@@ -137,7 +137,7 @@ def read_bounded(file: Path, limit: int) -> bytes:
         if size > limit:
             raise UnreadableError(f"{file.name} has {size:,} bytes, more than {limit:,}; not read")
         with open(fd, "rb", closefd=False) as stream:
-            return stream.read(limit)
+            return stream.read(size)
     except OSError as error:
         raise UnreadableError(f"{file.name} cannot be read: {error.strerror}") from None
     finally:

@@ -7,6 +7,7 @@ Source: torch 2.14.1 torch/distributed/checkpoint/metadata.py and filesystem.py,
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -82,6 +83,7 @@ def read_metadata(data: bytes) -> DistMetadata:
         kind = entry.of.name if type(entry) is Instance else None
         if not _is_name(key) or kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
             raise UnreadableError(".metadata has an entry that is neither tensor nor bytes")
+        key = sys.intern(key)
         if _OPTIMIZER.match(key):
             result.ignored += 1
         elif kind == "BytesStorageMetadata":

@@ -45,13 +45,11 @@ class HfCheckpoint:
     problems: Sequence[Problem]
     #: config.json as parsed; None if it is absent or unreadable
     config: dict[str, Any] | None
-    config_text: bytes
     #: readable shards by file name
     shards: Mapping[str, ShardHeader]
     #: the index as parsed; None without one
     index: dict[str, Any] | None
     index_name: str | None
-    index_text: bytes
     weight_map: Mapping[str, str]
     #: which shard a tensor is read from
     where: Mapping[str, str]
@@ -96,7 +94,7 @@ def open_hf(
     found = _shard_names(path)
     problems: list[Problem] = []
     index = _index(path, problems)
-    config, config_text = _config(path, problems)
+    config = _config(path, problems)
     quant_config = _quant_config(path, problems)
     if not found and not index.weight_map and index.name is None:
         raise UnreadableError(_nothing_here(path))
@@ -107,9 +105,8 @@ def open_hf(
         _check_total_size(index, shards, where, problems)
     tensors = {name: shards[file].tensors[name] for name, file in where.items()}
     return HfCheckpoint(
-        path, tensors, tuple(problems), config, config_text, shards,
-        index.value, index.name, index.text, index.weight_map, where, unread,
-        quant_config,
+        path, tensors, tuple(problems), config, shards, index.value, index.name,
+        index.weight_map, where, unread, quant_config,
     )  # fmt: skip
 
 
@@ -166,24 +163,25 @@ def _index(path: Path, problems: list[Problem]) -> IndexFile:
     return index
 
 
-def _config(path: Path, problems: list[Problem]) -> tuple[dict[str, Any] | None, bytes]:
+def _config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
     if not os.path.lexists(path / CONFIG_NAME):
         message = f"{path}: has no {CONFIG_NAME}; nothing says what the checkpoint should hold"
         problems.append(Problem("config_missing", message, file=CONFIG_NAME, warning=True))
-        return None, b""
+        return None
     try:
         read = read_json(path / CONFIG_NAME)
     except UnreadableError as error:
         problems.append(Problem("unreadable_file", str(error), file=CONFIG_NAME))
-        return None, b""
+        return None
     if not isinstance(read.value, dict):
         message = f"{path / CONFIG_NAME}: is not a JSON object"
         problems.append(Problem("unreadable_file", message, file=CONFIG_NAME))
-        return None, read.text
+        return None
     for key in read.duplicate_keys:
         message = f"{CONFIG_NAME}: has the key {plain(key)} twice; parsers keep the last one"
         problems.append(Problem("duplicate_key_in_config", message, file=CONFIG_NAME))
-    return read.value, read.text
+    config: dict[str, Any] = read.value
+    return config
 
 
 def _quant_config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
@@ -265,20 +263,26 @@ def _locate(
     problems: list[Problem],
     compare_bytes: bool,
 ) -> dict[str, str]:
-    holders: dict[str, list[str]] = {}
+    where: dict[str, str] = {}
+    several: dict[str, list[str]] = {}
     for file, header in shards.items():
         for tensor in header.tensors:
-            holders.setdefault(tensor, []).append(file)
+            if where.setdefault(tensor, file) != file:
+                several.setdefault(tensor, [where[tensor]]).append(file)
     weight_map = index.weight_map
+
+    def holders(tensor: str) -> Sequence[str]:
+        return several.get(tensor) or ([where[tensor]] if tensor in where else [])
+
     for tensor, file in weight_map.items():
         if file in shards and tensor not in shards[file].tensors:
-            problems.append(_ghost(tensor, file, holders.get(tensor, ())))
-    where: dict[str, str] = {}
+            problems.append(_ghost(tensor, file, holders(tensor)))
     indexed = set(weight_map.values())
-    for tensor, files in holders.items():
+    for tensor in where:
+        files = holders(tensor)
         said = weight_map.get(tensor)
         known = [f for f in files if f in indexed] or files
-        where[tensor] = said if said in files else known[0]
+        where[tensor] = said if said is not None and said in files else known[0]
         if len(files) > 1:
             problems.append(_duplicate(tensor, files, shards, compare_bytes))
         elif said is None and index.value is not None:

@@ -23,7 +23,6 @@ class IndexFile:
     """A parsed index; everything empty if the folder has none."""
 
     name: str | None = None
-    text: bytes = b""
     value: dict[str, Any] | None = None
     weight_map: Mapping[str, str] = field(default_factory=dict)
     #: as written, which may be a float or a string; None if the index has none
@@ -64,7 +63,7 @@ def parse_index(read: JsonText, name: str) -> IndexFile:
         weight_map = {name: _direct(file) for name, file in weight_map.items()}
     metadata = value.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return IndexFile(name, read.text, value, weight_map, total, tuple(problems))
+    return IndexFile(name, value, weight_map, total, tuple(problems))
 
 
 def _direct(file: str) -> str:

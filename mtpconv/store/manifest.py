@@ -241,7 +241,8 @@ def read_manifest(path: Path) -> Manifest:
     Raises: UnreadableError if it is no manifest, is damaged or was edited.
     """
     path = Path(path)
-    read = read_json(path, _MAX_MANIFEST_BYTES)
+    rows = _Rows(path)
+    read = read_json(path, _MAX_MANIFEST_BYTES, rows.take)
     value = read.value
     if not isinstance(value, dict) or value.get("format") != MANIFEST_FORMAT:
         _refuse(path, "is no mtpconv manifest; write one with `mtpconv inventory CKPT -o FILE`")
@@ -249,32 +250,37 @@ def read_manifest(path: Path) -> Manifest:
         _refuse(path, f"has version {value.get('version')!r}; this reads {MANIFEST_VERSION}")
     if read.duplicate_keys:
         _refuse(path, f"has the key {read.duplicate_keys[0]!r} twice")
-    config, files, rows = value.get("config"), value.get("files"), value.get("tensors")
+    config, files = value.get("config"), value.get("files")
     if config is not None and not isinstance(config, dict):
         _refuse(path, "config is not an object")
     if not isinstance(files, dict) or not all(map(_is_hex, files.values())):
         _refuse(path, "files is not a table of sha256 digests")
     if value.get("source_format") not in ("hf", "torch_dist", "torch"):
         _refuse(path, f"has the unknown source_format {value.get('source_format')!r}")
-    tensors, digests = _rows(rows, path)
-    manifest = Manifest(path, value["source_format"], tensors, digests, config, files)
+    if value.get("tensors") != list(range(len(rows.tensors))):
+        _refuse(path, "tensors is not a list of names with dtype, shape and blake3")
+    manifest = Manifest(path, value["source_format"], rows.tensors, rows.digests, config, files)
     if value.get("root") != manifest.root:
         _refuse(path, "root does not match its tensors: the file was edited or is damaged")
     return manifest
 
 
-def _rows(rows: object, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    tensors: dict[str, TensorSpec] = {}
-    digests: dict[str, str] = {}
-    specs: dict[TensorSpec, TensorSpec] = {}  # few differ: said once each, as in the headers
-    if not isinstance(rows, list):
-        _refuse(path, "tensors is not a list")
-    for row in rows:
-        if not isinstance(row, dict) or row.keys() != _ROW:
-            _refuse(path, "a tensor does not have exactly name, dtype, shape and blake3")
+class _Rows:
+    """The rows of a manifest, taken one by one while it is parsed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.tensors: dict[str, TensorSpec] = {}
+        self.digests: dict[str, str] = {}
+        self._specs: dict[TensorSpec, TensorSpec] = {}  # few differ: said once each
+
+    def take(self, row: dict[str, Any]) -> Any:
+        """The number of a row, which is what its list then holds; other objects as they are."""
+        if row.keys() != _ROW:
+            return row
         name, dtype, shape, digest = row["name"], row["dtype"], row["shape"], row["blake3"]
-        if type(name) is not str or name in tensors:
-            _refuse(path, f"has the tensor {str(name)[:200]!r} twice or without a name")
+        if type(name) is not str or name in self.tensors:
+            _refuse(self._path, f"has the tensor {str(name)[:200]!r} twice or without a name")
         if (
             not isinstance(dtype, str)
             or dtype not in DTYPE_BITS
@@ -283,11 +289,11 @@ def _rows(rows: object, path: Path) -> tuple[dict[str, TensorSpec], dict[str, st
             or not are_dims(shape)
             or not _is_hex(digest)
         ):
-            _refuse(path, f"{name[:200]!r} has no valid dtype, shape or digest")
+            _refuse(self._path, f"{name[:200]!r} has no valid dtype, shape or digest")
         name, spec = sys.intern(name), TensorSpec(dtype, tuple(shape))
-        tensors[name] = specs.setdefault(spec, spec)
-        digests[name] = digest
-    return tensors, digests
+        self.tensors[name] = self._specs.setdefault(spec, spec)
+        self.digests[name] = sys.intern(digest)  # those of what is written are mostly the same
+        return len(self.tensors) - 1
 
 
 def _quoted(name: str) -> str:

@@ -15,10 +15,11 @@ from mtpconv.audit.options import Options
 from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.convert.arithmetic import require_restored
-from mtpconv.convert.mcore_to_hf_plan import plan_mcore2hf
+from mtpconv.convert.mcore_to_hf_plan import McoreToHf, origin_of, plan_mcore2hf
 from mtpconv.errors import RefusedError
 from mtpconv.store.arithmetic import Undone, minus_one, plus_one
 from mtpconv.store.content import blocks
+from mtpconv.store.legacy import open_megatron
 from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.tensors import TensorSpec
 from mtpconv.view import HfView
@@ -96,9 +97,13 @@ def poke(folder: Path, layer: int, words: np.ndarray) -> None:
     overwrite(folder, KEY.format(layer), words.tobytes())
 
 
+def _planned(folder: Path) -> McoreToHf:
+    return plan_mcore2hf(folder, open_megatron(folder), origin_of(folder))
+
+
 def test_a_norm_that_megatron_lost_is_not_answered_by_its_original(tmp_path: Path) -> None:
     hf2mcore(source(tmp_path / "hf"), tmp_path / "mcore")
-    work = plan_mcore2hf(tmp_path / "mcore")
+    work = _planned(tmp_path / "mcore")
     whole = work.view.checkpoint
     lacking = SimpleNamespace(
         path=whole.path, format=whole.format, problems=(), chunks=whole.chunks,
@@ -112,7 +117,7 @@ def test_a_norm_that_megatron_lost_is_not_answered_by_its_original(tmp_path: Pat
 def test_verification_wants_what_the_originals_become(tmp_path: Path) -> None:
     hf2mcore(source(tmp_path / "hf"), tmp_path / "mcore")
     poke(tmp_path / "mcore", 0, np.zeros(8, np.uint16))
-    back = plan_mcore2hf(tmp_path / "mcore").undone
+    back = _planned(tmp_path / "mcore").undone
     assert isinstance(back, Undone)
     with pytest.raises(RefusedError, match="1 tensors are not what their originals become"):
         require_restored(back)

@@ -7,18 +7,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mtpconv.audit.audit import audit
 from mtpconv.audit.sides import open_sides
 from mtpconv.convert import hf2mcore, mcore2hf
-from mtpconv.convert.mcore_to_hf_plan import McoreToHf, plan_mcore2hf
 from mtpconv.convert.shards import write_shards
 from mtpconv.errors import UnreadableError, UsageError
 from mtpconv.mapping.table_reader import find_table
 from mtpconv.store.hf import open_hf
+from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.source import find_source, read_source
 from mtpconv.tensors import TensorSpec
 from tests.convert.folders import file_hashes, make_hf, tensors_of, write_hf
@@ -270,11 +269,11 @@ def test_an_iteration_that_appears_while_another_one_is_opened(
     hf2mcore(hf, tmp_path / "run", iteration=10)
     shutil.copytree(tmp_path / "run/iter_0000010", tmp_path / "run/iter_0000020")
 
-    def plan(*rest: Any, **options: Any) -> McoreToHf:
+    def opened(path: Path) -> MegatronCheckpoint:
         (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("20")
-        return plan_mcore2hf(*rest, **options)
+        return open_megatron(path)
 
-    monkeypatch.setattr("mtpconv.convert.export.plan_mcore2hf", plan)
+    monkeypatch.setattr("mtpconv.convert.export.open_megatron", opened)
     with pytest.raises(UnreadableError, match="iter_0000020: became the latest iteration while"):
         mcore2hf(tmp_path / "run", tmp_path / "back")
     assert mcore2hf(tmp_path / "run", tmp_path / "back").verified
