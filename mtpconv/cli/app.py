@@ -104,6 +104,10 @@ Jobs = Annotated[
     int | None,
     typer.Option("--jobs", "-j", min=1, help="Threads that copy (default: one per core, up to 8)."),
 ]
+ReadingJobs = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", min=1, help="Threads that read (default: one per core, up to 8)."),
+]
 Resume = Annotated[
     bool,
     typer.Option(
@@ -302,13 +306,14 @@ def inventory(
     files: Annotated[
         bool, typer.Option("--files", help="Also sha256 of every file, as sha256sum shows it.")
     ] = False,
+    jobs: ReadingJobs = None,
     meet: Meet = None,
     quiet: Quiet = False,
 ) -> None:
     """Write a manifest: name, dtype, shape and BLAKE3 of every tensor, one root over all."""
     from mtpconv.cli.inventory import run_inventory
 
-    run_inventory(checkpoint, output=output, files=files, quiet=quiet, meet=meet)
+    run_inventory(checkpoint, output=output, files=files, quiet=quiet, jobs=jobs, meet=meet)
 
 
 @app.command()
@@ -395,7 +400,7 @@ def audit(
         Path | None, _PathOption(help="Write an in-toto test-result statement.")
     ] = None,
     mapping: Mapping = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Threads that read.")] = None,
+    jobs: ReadingJobs = None,
     meet: Meet = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every line.")] = False,
     quiet: Quiet = False,

@@ -30,7 +30,13 @@ from mtpconv.store.places import is_remote, places_read
 
 @no_collector()
 def run_inventory(
-    checkpoint: str, *, output: Path | None, files: bool, quiet: bool, meet: Path | None = None
+    checkpoint: str,
+    *,
+    output: Path | None,
+    files: bool,
+    quiet: bool,
+    jobs: int | None = None,
+    meet: Path | None = None,
 ) -> None:
     """Hash every tensor of a checkpoint; the first of several ranks writes the manifest."""
     ranks = ranks_of(os.environ, READING)
@@ -38,14 +44,20 @@ def run_inventory(
     ranks.tell = progress.note
     take = _inventory_afar if is_remote(checkpoint) else _inventory
     with ranks.together(meet or Path.cwd(), "inventory", checkpoint):
-        taken = take(checkpoint, output, progress, files=files, ranks=ranks)
+        taken = take(checkpoint, output, progress, files=files, jobs=jobs, ranks=ranks)
         if ranks.is_first:
             _hand_out(taken, output, quiet=quiet)
         ranks.gather("written", None)
 
 
 def _inventory(
-    checkpoint: str, output: Path | None, progress: Progress, *, files: bool, ranks: Ranks
+    checkpoint: str,
+    output: Path | None,
+    progress: Progress,
+    *,
+    files: bool,
+    jobs: int | None,
+    ranks: Ranks,
 ) -> Manifest:
     path = Path(checkpoint)
     opened = open_any(path)
@@ -57,12 +69,18 @@ def _inventory(
     if ranks.size > 1:
         stored = opened if isinstance(opened, MegatronCheckpoint) else None
         require_one_view([state_of(stored, path), str(files)], ranks)
-    taken = _hashed(opened, path, progress, ranks)
+    taken = _hashed(opened, path, progress, jobs, ranks)
     return replace(taken, files=hash_files(path, ranks=ranks)) if files else taken
 
 
 def _inventory_afar(
-    checkpoint: str, output: Path | None, progress: Progress, *, files: bool, ranks: Ranks
+    checkpoint: str,
+    output: Path | None,
+    progress: Progress,
+    *,
+    files: bool,
+    jobs: int | None,
+    ranks: Ranks,
 ) -> Manifest:
     """The same of a URL: every byte is fetched once and none of it kept."""
     if files:
@@ -78,12 +96,14 @@ def _inventory_afar(
         marks = found.mirror.marks if isinstance(found, AfarMegatron) else found.marks
         if ranks.size > 1:
             require_one_view([f"{file} {mark}" for file, mark in marks.items()], ranks)
-        taken = _hashed(opened, opened.path, progress, ranks)
+        taken = _hashed(opened, opened.path, progress, jobs, ranks)
         found.require_unchanged()
     return taken
 
 
-def _hashed(opened: Opened, path: Path, progress: Progress, ranks: Ranks) -> Manifest:
+def _hashed(
+    opened: Opened, path: Path, progress: Progress, jobs: int | None, ranks: Ranks
+) -> Manifest:
     progress.begin("inventory", sum(s.nbytes for s in opened.tensors.values()) // ranks.size)
     try:
         return take_manifest(
@@ -92,6 +112,7 @@ def _hashed(opened: Opened, path: Path, progress: Progress, ranks: Ranks) -> Man
             opened.format,
             config=getattr(opened, "config", None),
             progress=progress.advance,
+            workers=jobs,
             ranks=ranks,
         )
     finally:

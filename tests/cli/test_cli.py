@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +17,8 @@ import pytest
 from mtpconv.cli import main
 from mtpconv.mapping.table_reader import find_table
 from mtpconv.report import FORMATS
+from mtpconv.store.crew import Crew
+from mtpconv.store.files import OnRead
 from tests.convert.folders import make_hf, tensors_of, write_hf
 from tests.mapping.toy import config
 
@@ -103,6 +106,29 @@ def test_audit_exit_codes(run: Run, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert run("audit", empty, empty).code == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [("inventory", "mtpconv.store.manifest.Crew"), ("audit", "mtpconv.audit.compare.Crew")],
+)
+def test_jobs_are_the_threads_that_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, place: str
+) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    sides = (hf, copytree(hf, tmp_path / "twin")) if command == "audit" else (hf,)
+    seen: list[int] = []
+
+    class Watched(Crew):
+        def __init__(self, jobs: int | None = None, on_read: OnRead | None = None) -> None:
+            super().__init__(jobs, on_read)
+            seen.append(self.jobs)
+
+    monkeypatch.setattr(place, Watched)
+    printed = {run(command, *sides, "-j", str(jobs)).out for jobs in (1, 3)}
+    assert seen == [1, 3]
+    assert len(printed) == 1
+    assert run(command, *sides, "--jobs", "0").code == 2
 
 
 @pytest.mark.parametrize(
