@@ -215,15 +215,13 @@ class HfView:
             self.tensors.update((n, s) for n, s in beside if n not in self.plan.arithmetic)
 
     def _misshaped(self, step: Step, spec: TensorSpec, address: Address) -> None:
-        wanted = (*address.lead, *step.shape)
+        try:
+            wanted = f"config makes it {[*address.lead, *step.shape]}"
+        except ShapeError as error:  # the config contradicts itself
+            wanted = f"the config makes none: {error}"
+        message = f"{address.key}: shape {list(spec.shape)}, {wanted}"
         for name in step.hf:
-            self.problems.append(
-                Problem(
-                    "shape_mismatch",
-                    f"{address.key}: shape {list(spec.shape)}, config makes it {list(wanted)}",
-                    tensor=name,
-                )
-            )
+            self.problems.append(Problem("shape_mismatch", message, tensor=name))
 
     def _move_pieces(self, move: Move, address: Address) -> Iterator[Piece]:
         rank = len(address.index)
@@ -300,14 +298,14 @@ def _fitted(step: Step, spec: TensorSpec, address: Address) -> Step | None:
     if spec.shape[:rank] != address.lead:
         return None
     stored = spec.shape[rank:]
-    if stored == step.shape:
-        return step
-    if step.op.name == "pad_rows" and stored and stored[1:] == step.shape[1:]:
-        try:
+    try:
+        if stored == step.shape:
+            return step
+        if step.op.name == "pad_rows" and stored and stored[1:] == step.shape[1:]:
             grown = padded(step, stored[0])
             return grown if grown.shape == stored else None
-        except ShapeError:
-            return None
+    except ShapeError:
+        return None
     return None
 
 

@@ -9,6 +9,9 @@ from typing import ClassVar
 from mtpconv.mapping.moves import Move, Op, ShapeError, rows_of, same_tail, take
 from mtpconv.tensors import Shape
 
+#: Query heads, groups of them or repeated parts of one tensor; released models have up to 128.
+_MOST_HEADS = 1 << 14
+
 
 @dataclass(frozen=True, slots=True)
 class Qkv(Op):
@@ -23,6 +26,7 @@ class Qkv(Op):
 
     def _shape(self, operands: Sequence[Shape]) -> Shape:
         same_tail(self, operands)
+        _require_few(self, self.groups)
         for shape in operands:
             if not self.groups or shape[0] % self.groups:
                 raise ShapeError(f"qkv: {shape[0]} rows are no multiple of {self.groups} groups")
@@ -77,6 +81,7 @@ class GatedQkv(Op):
     def _shape(self, operands: Sequence[Shape]) -> Shape:
         take(self, operands, 3)
         same_tail(self, operands)
+        _require_few(self, self.heads)
         if not self.groups or not self.heads or self.heads % self.groups:
             raise ShapeError(
                 f"gated_qkv: {self.heads} heads are no multiple of {self.groups} groups"
@@ -115,6 +120,7 @@ class FusedQkv(Op):
     def _shape(self, operands: Sequence[Shape]) -> Shape:
         take(self, operands, 1)
         same_tail(self, operands)
+        _require_few(self, self.heads)
         parts = self.heads + 2 * self.groups
         if not self.groups or self.heads % self.groups or operands[0][0] % parts:
             raise ShapeError(
@@ -154,6 +160,7 @@ class Part(Op):
     def _shape(self, operands: Sequence[Shape]) -> Shape:
         take(self, operands, 1)
         same_tail(self, operands)
+        _require_few(self, self.repeats)
         if operands[0][0] != self.repeats * sum(self.rows):
             raise ShapeError(
                 f"part: {operands[0][0]} rows are not {self.repeats} times {list(self.rows)}"
@@ -167,3 +174,9 @@ class Part(Op):
             Move(0, rows_of(shape, i * stride + before, rows), rows_of(shape, i * rows, rows))
             for i in range(self.repeats)
         ]
+
+
+def _require_few(op: Op, count: int) -> None:
+    """A config may say any number of heads; there is a move for each. Raises: ShapeError."""
+    if count > _MOST_HEADS:
+        raise ShapeError(f"{op.name}: {count} heads; no model has so many")
