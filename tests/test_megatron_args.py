@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -593,3 +594,16 @@ def test_the_document_lists_the_families() -> None:
     text = (ROOT / "docs" / "megatron_args.md").read_text("utf-8")
     listed = text.partition("Known model types:")[2].replace("\n", " ").strip(" .")
     assert listed.split(", ") == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("qwen3-next-80b-a3b", {"num_hidden_layers": 0}),
+        ("qwen3-next-80b-a3b", {"full_attention_interval": 0}),
+        ("minimax-m2", {"head_dim": 0}),
+    ],
+)
+def test_zeros_in_a_config_are_no_internal_error(name: str, fields: dict[str, Any]) -> None:
+    with suppress(RefusedError):
+        megatron_args(read_geometry(RELEASES[name] | fields), None, [])

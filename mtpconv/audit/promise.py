@@ -16,10 +16,10 @@ from mtpconv.geometry import MTP_FIELDS, text_config
 
 Config = Mapping[str, Any]
 
-#: MiniMax's own spelling. Its M2 releases say 3 and ship no MTP tensor (MiniMax-M2.5 issue 8),
-#: which is why the converters do not count it; here it is a promise like any other, and one
-#: that is known to be broken for that family.
-_COUNT_FIELDS = (*MTP_FIELDS, "num_mtp_modules")
+#: Fields that count MTP depths. The last one is MiniMax's own spelling: its M2 releases say 3 and
+#: ship no MTP tensor (MiniMax-M2.5 issue 8), which is why the converters do not count it; here it
+#: is a promise like any other, and one that is known to be broken for that family.
+COUNT_FIELDS = (*MTP_FIELDS, "num_mtp_modules")
 _NEVER_SHIPPED = ("minimax_m2",)
 #: Parts of a config that describe something other than the language model.
 _ELSEWHERE = ("vision", "audio", "quantization", "speech", "generation", "draft")
@@ -112,7 +112,7 @@ def _layers(config: Config) -> int | None:
 
 def _count_fields(config: Config, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
-        if key in _COUNT_FIELDS:
+        if key in COUNT_FIELDS:
             yield prefix + key, value
         elif (
             isinstance(value, dict)

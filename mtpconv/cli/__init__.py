@@ -61,6 +61,11 @@ def _command() -> int:
         if isinstance(error, OSError):  # disk and permissions where nothing expects them
             where = f"{error.filename}: " if error.filename is not None else ""
             return _failed(f"{where}{error.strerror or error}", 3)
+        if isinstance(error, MemoryError):
+            return _failed(
+                "there is not enough memory, or a limit on it (ulimit, cgroup); use fewer --jobs "
+                "or raise it", 3,
+            )  # fmt: skip
         return _failed(  # a bug in mtpconv, not in the input
             f"internal error: {type(error).__name__}: {error}; "
             "please report it with the output of MTPCONV_TRACEBACK=1",

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 
+from mtpconv.audit.promise import read_promise
 from mtpconv.convert.drop import drop_hint, droppable
 from mtpconv.errors import RefusedError
-from mtpconv.geometry import Config
+from mtpconv.geometry import Config, Geometry
 from mtpconv.mapping.check import check_plan, is_left_out, layer_of, unmapped_message
 from mtpconv.mapping.layouts import Layout
 from mtpconv.mapping.plan import Plan, make_plan
@@ -39,6 +40,8 @@ def agreed_plan(
     Raises: RefusedError naming what is missing, unmapped or promised in vain.
     """
     plan = make_plan(config, table, inventory)
+    if not drop_mtp:
+        require_one_promise(plan.geometry, where)
     faults = check_plan(plan, layout(plan))
     if faults:
         raise RefusedError(str(faults[0]))
@@ -101,6 +104,25 @@ def dtype_notes(plan: Plan, tensors: Mapping[str, TensorSpec]) -> Iterator[str]:
             f"warning: {len(names)} tensors are {dtype} where config and table say "
             f"{wanted_dtype}, and stay so: {compress(names, 4)}"
         )
+
+
+def require_one_promise(geometry: Geometry, where: str) -> None:
+    """All fields of the config that count MTP depths say the same, and the plan says so too.
+
+    Loaders read different ones, and many take the part of the config that another one ignores.
+
+    Raises: RefusedError.
+    """
+    promise = read_promise(geometry.config)
+    for _, fault in promise.contradictions:
+        raise RefusedError(f"{where}: config.json: {fault}; correct the config")
+    if promise.depths in (None, geometry.depths) or promise.never_shipped:
+        return
+    said = ", ".join(f"{path} = {value}" for path, value in promise.fields)
+    raise RefusedError(
+        f"{where}: config.json: {said}, which is not how {geometry.model_type} counts MTP depths "
+        f"({geometry.depths} of them are known); correct the config"
+    )
 
 
 def require_mtp(plan: Plan, names: Collection[str], where: str) -> None:

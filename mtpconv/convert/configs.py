@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from mtpconv.audit.promise import COUNT_FIELDS
 from mtpconv.geometry import MTP_FIELDS, text_config
 from mtpconv.store.fp8_tensors import SCALE, quantisation, without_quantisation
 
@@ -39,23 +40,29 @@ def changed_config(
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
     """A changed config as a file."""
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    try:
+        return f"{text}\n".encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can hold
+        return f"{json.dumps(config, indent=2)}\n".encode()
 
 
 def _without_promise(config: Mapping[str, Any]) -> dict[str, Any]:
+    said = {**dict.fromkeys(COUNT_FIELDS, 0), "use_mtp": False}
+
     def cleared(value: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            k: 0 if k in MTP_FIELDS else cleared(v) if isinstance(v, Mapping) else v
+            k: said[k] if k in said else cleared(v) if isinstance(v, Mapping) else v
             for k, v in value.items()
         }
 
     text = text_config(config)
-    if any(f in text for f in MTP_FIELDS):
+    if any(f in text for f in COUNT_FIELDS):
         return cleared(config)
-    said = {**text, MTP_FIELDS[0]: 0}
+    counted = {**text, MTP_FIELDS[0]: 0}
     if text is config:
-        return cleared(said)
-    return cleared({k: said if v is text else v for k, v in config.items()})
+        return cleared(counted)
+    return cleared({k: counted if v is text else v for k, v in config.items()})
 
 
 def _modules(names: Iterable[str]) -> set[str]:

@@ -39,7 +39,7 @@ from mtpconv.store.hf_index import INDEX_NAME
 from mtpconv.store.hf_writer import index_bytes
 from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.snapshot import Snapshot
-from mtpconv.store.source import has_source
+from mtpconv.store.source import has_source, table_beside
 from mtpconv.store.source_seal import check_source
 
 if TYPE_CHECKING:  # the network is imported by whoever needs it
@@ -76,6 +76,7 @@ class Export:
         stored = open_megatron(source) if opened is None else opened.checkpoint
         require_sound(stored)
         origin = origin_of(source, like, opened)
+        beside = table_beside(source)
         self.beside = Snapshot(origin.files_read)
         # Of a remote source only what is needed was fetched. Reading the digests takes memory for
         # a moment, so it comes before there is a plan.
@@ -83,7 +84,7 @@ class Export:
         self._manifest = check_source(origin, whole=whole) if verify else None
         self.work: McoreToHf = plan_mcore2hf(
             source, stored, origin, mapping=mapping, drop_mtp=drop_mtp,
-            frozen_vision=frozen_vision, mode=mode,
+            frozen_vision=frozen_vision, mode=mode, beside=beside,
         )  # fmt: skip
         require_one_iteration(self.work, files)
 

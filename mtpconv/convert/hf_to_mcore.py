@@ -181,7 +181,7 @@ def _write_saved(
     known = {**digests, **_keep_fp8(work, quantised_folder(saved), crew, progress, verify=verify)}
     described = {n: s for n, s in stored.items() if n in known}
     config = changed_config(
-        hf.config or {}, drop_mtp=bool(work.dropped), bf16=work.fp8 == "bf16",
+        hf.config or {}, drop_mtp=work.unpromised, bf16=work.fp8 == "bf16",
         dropped=work.dropped, left=stored,
     )  # fmt: skip
     shards = shards_of(hf.shards, stored)
@@ -258,6 +258,10 @@ def _outcome(
         notes.append(f"{len(names)} tensors discarded ({reason}): {compress(names, 3)}")
     if work.dropped:
         notes.append(f"{len(work.dropped)} MTP tensors dropped as asked; the config now says 0")
+    elif work.unpromised:
+        notes.append(
+            "there were no MTP tensors to drop; the config, which promised them, now says 0"
+        )
     homeless = sum(n not in work.plan.arithmetic for n in carried)
     if homeless:
         notes.append(f"{homeless} tensors have no place in Megatron and are carried beside")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtpconv.audit.promise import read_promise
 from mtpconv.convert import identity
 from mtpconv.convert.agreement import agreed_plan
 from mtpconv.convert.arithmetic import applied
@@ -58,6 +59,9 @@ class HfToMcore:
     fp8: Fp8 = "keep"
     #: the user's table, if it says anything else than a shipped one
     own_table: OwnTable | None = None
+    #: whether the written config says that there is no MTP: it was dropped, or asked to be where
+    #: the config promises what no tensor keeps
+    unpromised: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -173,6 +177,7 @@ def plan_hf2mcore(
         files_beside(hf),
         mode,
         None if mapping is None else _own_table(table, mapping),
+        bool(dropped) or (drop_mtp and bool(read_promise(hf.config).depths)),
     )
 
 

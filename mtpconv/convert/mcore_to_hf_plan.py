@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpconv.convert import identity
+from mtpconv.convert.agreement import require_one_promise
 from mtpconv.convert.arithmetic import originals_of, undone
 from mtpconv.convert.configs import changed_config
 from mtpconv.convert.drop import droppable
@@ -16,10 +17,12 @@ from mtpconv.convert.hf_to_mcore_plan import table_for
 from mtpconv.convert.needs import files_need, names_need
 from mtpconv.convert.whole import require_same_inventory, require_two_towers, require_whole
 from mtpconv.errors import RefusedError, UnreadableError, UsageError
+from mtpconv.geometry import read_geometry
 from mtpconv.mapping.check import check_plan
 from mtpconv.mapping.layouts import detect_layout
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table import Table
+from mtpconv.mapping.table_reader import find_table, table_names
 from mtpconv.store.arithmetic import Undone
 from mtpconv.store.checkpoint import Checkpoint, require_sound
 from mtpconv.store.content import Pieced
@@ -31,7 +34,7 @@ from mtpconv.store.legacy import MegatronCheckpoint
 from mtpconv.store.legacy_file import NAME as RANK_FILE
 from mtpconv.store.safetensors_header import ShardHeader
 from mtpconv.store.snapshot import files_of
-from mtpconv.store.source import HfSource, find_source, read_source
+from mtpconv.store.source import HfSource, OwnTable, find_source, read_source
 from mtpconv.view import HfView
 
 if TYPE_CHECKING:  # the network is imported by whoever needs it
@@ -130,19 +133,32 @@ def origin_of(
     return found
 
 
-def _require_its_table(table: Table, mapping: Path | None, origin: HfSource) -> None:
-    """Rows of another table would give tensors of the same shapes other names.
+def require_its_table(
+    table: Table, mapping: Path | None, saved: Path, own: OwnTable | None
+) -> None:
+    """A checkpoint goes back through the table it was made with, which `saved` knows.
+
+    Rows of another one would give tensors of the same shapes other names.
 
     Raises: UsageError.
     """
-    own = origin.table
-    if own is None or identity.of_table(table) == own.digest:
+    if own is None and mapping is None:
         return
-    other = "" if mapping is None else f", and {mapping} says something else"
-    raise UsageError(
-        f"{origin.path}: hf2mcore used a mapping table of your own, {own.name}{other}; name it "
-        "with --mapping"
-    )
+    if own is None:
+        if table.model_type in table_names():
+            shipped = find_table(table.model_type)
+            if identity.of_table(table) != identity.of_table(shipped):
+                raise UsageError(
+                    f"{saved}: hf2mcore used the table that mtpconv ships, and {mapping} says "
+                    "something else; leave --mapping out"
+                )
+        return
+    if identity.of_table(table) != own.digest:
+        other = "" if mapping is None else f", and {mapping} says something else"
+        raise UsageError(
+            f"{saved}: hf2mcore used a mapping table of your own, {own.name}{other}; name it "
+            "with --mapping"
+        )
 
 
 def plan_mcore2hf(
@@ -154,16 +170,23 @@ def plan_mcore2hf(
     drop_mtp: bool = False,
     frozen_vision: bool = False,
     mode: Fp8 = "keep",
+    beside: tuple[Path, OwnTable | None] | None = None,
 ) -> McoreToHf:
     """Plan an export of a sound checkpoint; everything that can be refused is refused here.
 
-    `source`: its name for messages. `origin`: from `origin_of`. The others: as `mcore2hf`.
+    `source`: its name for messages. `origin`: from `origin_of`. `beside`: from `table_beside`, as
+    the origin may be another one. The others: as `mcore2hf`.
 
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError.
     """
     table = table_for(origin.config, mapping)
-    _require_its_table(table, mapping, origin)
+    if origin.is_saved:
+        require_its_table(table, mapping, origin.path, origin.table)
+    if beside is not None:
+        require_its_table(table, mapping, *beside)
     present = origin.names or None
+    if not drop_mtp:
+        require_one_promise(read_geometry(origin.config, table.mtp_default), str(origin.path))
     mtp: frozenset[str] = frozenset()
     if drop_mtp:
         mtp = droppable(origin.config, table, origin.names, str(origin.path))

@@ -10,7 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mtpconv.errors import UsageError, WriteError
+from mtpconv.ranges import compress
 from mtpconv.store.places import Places, real_path
+from mtpconv.store.source import FOLDER
+
+#: Folders of a Megatron checkpoint; hf2mcore writes one of them, with `hf_source` beside it.
+_ITERATION = re.compile(r"release|iter_\d+")
 
 
 def check_target(target: Path, reads: Places, *, overwrite: bool) -> None:
@@ -39,6 +44,12 @@ def check_target(target: Path, reads: Places, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UsageError(f"{target}: exists and is not empty; pass --overwrite or name another")
+    iterations = sorted(p.name for p in real.iterdir() if _ITERATION.fullmatch(p.name))
+    if len(iterations) > 1 or (iterations and not (real / FOLDER).exists()):
+        raise UsageError(
+            f"{target}: holds what was trained there ({compress(iterations, 3)}), and --overwrite "
+            "would remove it; name another folder"
+        )
     here = _current()
     if here is not None and (here == real or real in here.parents):
         # Its place is taken by another folder, and relative paths would lead nowhere.

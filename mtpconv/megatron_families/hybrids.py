@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtpconv.errors import RefusedError
 from mtpconv.megatron_families.decoders import EPSILONS, rotary_default
 from mtpconv.megatron_families.draft import Draft, number
 
@@ -10,6 +11,8 @@ def gated_delta_net(d: Draft) -> None:
     """Qwen3-Next and Qwen3.5: full attention with an output gate in every n-th layer."""
     g = d.geometry
     every = d.dim("full_attention_interval") if "full_attention_interval" in g.text else 4
+    if not every:
+        raise RefusedError("config.json: full_attention_interval is 0; no layer is the 0th")
     kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention"
              for i in range(g.layers)]  # fmt: skip
     if (g.text.get("layer_types") or kinds) != kinds:
@@ -17,7 +20,7 @@ def gated_delta_net(d: Draft) -> None:
             f"config.json: layer_types do not follow full_attention_interval {every}, the only "
             "pattern known here"
         )
-    if g.depths and kinds[-1] != "full_attention":
+    if g.depths and kinds[-1:] != ["full_attention"]:
         d.gaps.append(
             f"{g.model_type}: MTP depths have full attention, the last layer has not; Megatron "
             "builds depths from the spec of that layer"
@@ -59,7 +62,7 @@ def minimax_attention(d: Draft) -> None:
     name = d.geometry.model_type
     d.gaps.append(f"{name}: q/k norms over all heads at once; Megatron's are per head")
     if d.config.get("rotary_dim") is not None:
-        rotary_default(d, d.dim("rotary_dim") / d.dim("head_dim"))
+        rotary_default(d, d.dim("rotary_dim") / max(d.dim("head_dim"), 1))
 
 
 def mimo_v2_attention(d: Draft) -> None:

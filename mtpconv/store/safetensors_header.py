@@ -203,6 +203,8 @@ def _metadata(value: object, path: Path) -> dict[str, str] | None:
         return None
     if not isinstance(value, dict) or not all(type(v) is str for v in value.values()):
         _refuse(path, "__metadata__ is not a table of strings")
+    if not all(map(is_unicode, (*value, *value.values()))):
+        _refuse(path, "__metadata__ is not valid Unicode")
     return value
 
 

@@ -130,6 +130,15 @@ def find_source(
     return None if folder is None else _read_saved(folder, known)
 
 
+def table_beside(path: Path) -> tuple[Path, OwnTable | None] | None:
+    """The `hf_source` of a Megatron checkpoint, and the user's own table it was made with, if any.
+
+    None if it has no `hf_source`.
+    """
+    folder = _saved_folder(path)
+    return None if folder is None else (folder, _read_table(folder / _TABLE))
+
+
 def has_source(path: Path) -> bool:
     """Whether `find_source` would find one."""
     return _saved_folder(path) is not None

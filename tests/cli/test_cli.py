@@ -185,6 +185,16 @@ def test_check_prints_faults_with_file_and_line(run: Run, tmp_path: Path) -> Non
     assert "toy.toml:5: M15" in said.out
 
 
+def test_too_little_memory_is_no_bug(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("mtpconv.cli.convert.hf2mcore", fail)
+    said = run("hf2mcore", "a", "b")
+    assert said.code == 3
+    assert "there is not enough memory" in one_line(said)
+
+
 def test_a_bug_is_70_and_asks_for_a_report(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from mtpconv.store.torch_dist import open_torch_dist
 from mtpconv.store.torch_dist_writer import TorchDistWriter
 from mtpconv.tensors import Box, TensorSpec
 from tests.convert.folders import make_hf, tensors_of, write_hf
+from tests.convert.test_families import small_config
 from tests.mapping.toy import config
 
 Tensors = dict[str, tuple[TensorSpec, bytes]]
@@ -161,3 +162,28 @@ def test_a_discard_cannot_hide_mtp(tmp_path: Path) -> None:
     hf = write_hf(tmp_path / "hf", tensors, {**full, "num_nextn_predict_layers": 0})
     with pytest.raises(RefusedError, match=r"own\.toml discards MTP"):
         hf2mcore(hf, tmp_path / "mcore", mapping=own_table(tmp_path, "*"))
+
+
+def test_every_field_that_promises_says_no(tmp_path: Path) -> None:
+    """MiniMax's own spelling too, whether there were tensors to drop or not."""
+    raw = small_config("minimax_m2") | {"num_mtp_modules": 3, "use_mtp": True}
+    hf = make_hf(tmp_path / "hf", raw)
+    done = hf2mcore(hf, tmp_path / "mcore", drop_mtp=True)
+    assert "no MTP tensors to drop; the config, which promised them" in " ".join(done.notes)
+    mcore2hf(tmp_path / "mcore", tmp_path / "back")
+    hf2mcore(hf, tmp_path / "plain")
+    mcore2hf(tmp_path / "plain", tmp_path / "other", drop_mtp=True)
+    for folder in ("back", "other"):
+        written = json.loads((tmp_path / folder / "config.json").read_text())
+        assert written == raw | {"num_mtp_modules": 0, "use_mtp": False}
+
+
+def test_half_a_surrogate_pair_in_the_config(tmp_path: Path) -> None:
+    """JSON can say it, UTF-8 cannot hold it."""
+    raw = config("deepseek_v3")
+    hf = write_hf(tmp_path / "hf", tensors_of(make_hf(tmp_path / "plain", raw)), raw)
+    text = json.dumps(raw | {"note": "\ud800 \u4e2d"})
+    (hf / "config.json").write_text(text)
+    hf2mcore(hf, tmp_path / "mcore", drop_mtp=True)
+    mcore2hf(tmp_path / "mcore", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text())["note"] == "\ud800 \u4e2d"

@@ -166,11 +166,12 @@ def test_ranks_that_planned_different_things_write_nothing(tmp_path: Path, what:
     hf2mcore(hf, tmp_path / "run", iteration=10)
     hf2mcore(make_hf(tmp_path / "other", config(), seed=1), tmp_path / "more", iteration=20)
     (tmp_path / "more/iter_0000020").rename(tmp_path / "run/iter_0000020")
+    shutil.rmtree(tmp_path / "run/hf_source")  # it would refuse the other table before
     table = exchanged_table(tmp_path / "tables")
     errors: list[str] = []
 
     def work(rank: int) -> None:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"like": hf}
         if what == "table" and rank:
             options["mapping"] = table
         if what == "option" and rank:

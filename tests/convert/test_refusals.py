@@ -309,3 +309,37 @@ def test_floats_that_became_integers_are_refused_and_other_floats_said(tmp_path:
     assert said in hf2mcore(half, tmp_path / "mcore").notes
     assert mcore2hf(tmp_path / "mcore", tmp_path / "back").verified
     assert file_hashes(tmp_path / "back") == file_hashes(half)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"num_mtp_layers": 1, "num_nextn_predict_layers": 0}, "contradict each other"),
+        ({"num_nextn_predict_layers": None, "mtp_num_layers": 1}, "contradict each other"),
+        ({"num_nextn_predict_layers": 0, "speculative": {"mtp_num_layers": 1}}, "contradict"),
+        ({"num_nextn_predict_layers": 1, "text_config": {"num_nextn_predict_layers": 0}}, "contra"),
+        ({"num_mtp_modules": 1}, "num_mtp_modules = 1, which is not how glm_moe_dsa counts"),
+    ],
+)
+@pytest.mark.parametrize("like", [False, True])
+def test_fields_that_disagree_about_mtp(
+    tmp_path: Path, tensors: Tensors, fields: dict[str, Any], match: str, like: bool
+) -> None:
+    """Loaders read different ones: what one calls MTP, another one drops."""
+    left = {n: t for n, t in tensors.items() if ".layers.3." not in n}
+    plain = {k: v for k, v in config().items() if k != "num_nextn_predict_layers"}
+    said = {**plain, "num_nextn_predict_layers": 0, **fields}
+    if "num_mtp_modules" in fields:
+        del said["num_nextn_predict_layers"]
+    if "text_config" in fields:  # all that a part of its own needs, so that it is read
+        said["text_config"] = {**plain, **fields["text_config"]}
+    hf = write_hf(tmp_path / "hf", left, said)
+    if not like:
+        refused(hf, tmp_path, RefusedError, match)
+        return
+    sound = write_hf(tmp_path / "sound", left, {**plain, "num_nextn_predict_layers": 0})
+    hf2mcore(sound, tmp_path / "mcore")
+    with pytest.raises(RefusedError, match=match):
+        mcore2hf(tmp_path / "mcore", tmp_path / "back", like=hf)
+    assert not (tmp_path / "back").exists()
+    hf2mcore(hf, tmp_path / "without", drop_mtp=True)

@@ -253,14 +253,15 @@ def test_no_rank_denies_that_files_are_kept(tmp_path: Path, rank: int) -> None:
 
 def test_shards_of_another_table_are_not_taken_over(sides: dict[str, Path], tmp_path: Path) -> None:
     """They are whole, and what their journal says of them is true."""
-    table = exchanged_table(tmp_path / "tables")
+    table, hf = exchanged_table(tmp_path / "tables"), sides["hf2mcore"]
+    trained = shutil.copytree(sides["mcore2hf"] / "release", tmp_path / "trained")  # whoever did
     with pytest.raises(WriteError):
         mcore2hf(
-            sides["mcore2hf"], tmp_path / "back", mapping=table, resume=True, jobs=1,
+            trained, tmp_path / "back", like=hf, mapping=table, resume=True, jobs=1,
             progress=Stop(10_000),
         )  # fmt: skip
     kept = read_journals(tmp_path / ".back.partial")
-    done = mcore2hf(sides["mcore2hf"], tmp_path / "back", resume=True)
+    done = mcore2hf(trained, tmp_path / "back", like=hf, resume=True)
     assert len(kept) > done.taken_over
     assert file_hashes(tmp_path / "back") == file_hashes(sides["hf2mcore"])
 

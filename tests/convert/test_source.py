@@ -20,7 +20,7 @@ from mtpconv.store.hf import open_hf
 from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
 from mtpconv.store.source import find_source, read_source
 from mtpconv.tensors import TensorSpec
-from tests.convert.folders import file_hashes, make_hf, tensors_of, write_hf
+from tests.convert.folders import exchanged_table, file_hashes, make_hf, tensors_of, write_hf
 from tests.mapping.toy import config
 
 Tensors = dict[str, tuple[TensorSpec, bytes]]
@@ -357,3 +357,23 @@ def test_a_checkpoint_of_another_table_goes_back_through_that_one_only(tmp_path:
     table.write_text(table.read_text().replace('"other.weight"', '"another.weight"'))
     with pytest.raises(UsageError, match=r"own\.toml says something else"):
         mcore2hf(tmp_path / "mcore", tmp_path / "third", mapping=table)
+
+
+def test_another_table_is_refused_whatever_the_like(tmp_path: Path) -> None:
+    """What lies beside the checkpoint says which table it was made with, not what `like` names."""
+    hf = make_hf(tmp_path / "hf", config())
+    table = exchanged_table(tmp_path / "tables")
+    hf2mcore(hf, tmp_path / "own", mapping=table)
+    hf2mcore(hf, tmp_path / "shipped")
+    for like in (hf, tmp_path / "shipped/hf_source"):
+        with pytest.raises(UsageError, match=r"own/hf_source: hf2mcore used a mapping table of"):
+            mcore2hf(tmp_path / "own", tmp_path / "back", like=like)
+    for like in (None, hf):
+        with pytest.raises(
+            UsageError, match=r"the table that mtpconv ships, .*leave --mapping out"
+        ):
+            mcore2hf(tmp_path / "shipped", tmp_path / "back", like=like, mapping=table)
+    assert mcore2hf(tmp_path / "own", tmp_path / "back", like=hf, mapping=table).verified
+    assert file_hashes(tmp_path / "back") == file_hashes(hf)
+    shipped = find_table("glm_moe_dsa").path
+    assert mcore2hf(tmp_path / "shipped", tmp_path / "again", mapping=shipped).verified

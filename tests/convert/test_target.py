@@ -397,3 +397,21 @@ def test_the_current_folder_is_not_replaced(
     assert (out / "mine").read_text() == "kept"
     monkeypatch.chdir(tmp_path)
     assert hf2mcore(Path("hf"), Path("out"), overwrite=True).verified
+
+
+@pytest.mark.parametrize("trained", ["iter_0000100", "release"])
+def test_iterations_that_were_trained_into_the_target_are_not_replaced(
+    hf: Path, tmp_path: Path, trained: str
+) -> None:
+    """Training loads what hf2mcore wrote and saves beside it: `--load mcore --save mcore`."""
+    target = tmp_path / "mcore"
+    hf2mcore(hf, target, iteration=7)
+    hf2mcore(hf, target, iteration=8, overwrite=True)  # its own may go
+    precious(target / trained)
+    with pytest.raises(UsageError, match=r"holds what was trained there .*name another folder"):
+        hf2mcore(hf, target, overwrite=True)
+    shutil.rmtree(target / "iter_0000008")
+    shutil.rmtree(target / "hf_source")  # nothing says that hf2mcore wrote what is left
+    with pytest.raises(UsageError, match="holds what was trained there"):
+        hf2mcore(hf, target, overwrite=True)
+    assert kept(target / trained)

@@ -298,3 +298,18 @@ def test_a_part_without_an_entry_is_refused() -> None:
 def test_only_padding_has_no_operand(build: Callable[[], Op]) -> None:
     moves = build().moves([(3, 2)])
     assert [m.operand for m in moves] == ([0, PADDING] if len(moves) == 2 else [0])
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        (Qkv(1 << 30), [(1 << 30, 2)] * 3),
+        (GatedQkv(1 << 30, 1), [(1 << 31, 2), (1, 2), (1, 2)]),
+        (FusedQkv(1 << 30, 1 << 30), [(3 << 30, 2)]),
+        (Part(1 << 30, (1,), 0), [(1 << 30, 2)]),
+    ],
+)
+def test_more_heads_than_any_model_has(op: Op, shapes: list[Shape]) -> None:
+    """A config may say any number, and there would be a move for each."""
+    with pytest.raises(ShapeError, match=r"heads; no model has so many"):
+        op.shape(shapes)

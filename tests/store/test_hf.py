@@ -193,6 +193,10 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "not an object": (_text("[1]"), "does not start"),
     "not utf-8": (with_header(b'{"\xff":1}', b""), "UTF-8"),
     "lone surrogate": (with_header({"\ud800": ENTRY}, b"ab"), "Unicode"),
+    "lone surrogate beside": (
+        with_header({"__metadata__": {"a": "\ud800"}, "a": ENTRY}, b"ab"),
+        "Unicode",
+    ),
     "deep nesting": (_text("{" + '"a":{' * 5000), "nests"),
     "deep lists": (_text('{"a":' + "[" * 90_000), "nests"),
     "duplicate name": (
