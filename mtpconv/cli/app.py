@@ -12,36 +12,11 @@ import typer
 from typer.core import TyperGroup, TyperOption
 
 from mtpconv import __version__
-from mtpconv.errors import UsageError
-
-
-def place(text: str) -> str:
-    """A word that names a file, a folder or what lies at a URL; `file://` as the path it is.
-
-    Raises: UsageError if it is empty: Python would take that for the current folder.
-    """
-    if not text:
-        raise UsageError("an empty name is no file or folder; is a variable of the shell unset?")
-    if not text.startswith("file://"):
-        return text
-    from mtpconv.store.places import local_path
-
-    return str(local_path(text))
-
-
-def path(text: str) -> Path:
-    """A word that names a file or folder of this machine.
-
-    Raises: UsageError for a URL: as a path, `s3://a/b` is `b` in a folder `s3:` of the current one.
-    """
-    text = place(text)
-    if "://" in text:
-        raise UsageError(f"{text}: is a URL, and only a file or folder of this machine goes here")
-    return Path(text)
-
+from mtpconv.cli.places import path, place, report_file, target
 
 _Place = partial(typer.Argument, parser=place)
 _PlaceOption = partial(typer.Option, parser=place)
+_Target = partial(typer.Argument, parser=target)
 _Path = partial(typer.Argument, parser=path)
 _PathOption = partial(typer.Option, parser=path)
 
@@ -201,7 +176,7 @@ def mcore2hf(
     src: Annotated[
         str, _Place(help="torch_dist folder (parent, iter_* or release), or s3://, ...")
     ],
-    dst: Annotated[str, _Place(help="HuggingFace folder to write, or s3://, gs://, ...")],
+    dst: Annotated[str, _Target(help="HuggingFace folder to write, or s3://, gs://, ...")],
     like: Annotated[
         str | None,
         _PlaceOption(
@@ -358,7 +333,11 @@ def audit(
     ] = "text",
     report: Annotated[
         list[str] | None,
-        typer.Option(metavar="FORMAT=FILE", help="Also write a file; may be given several times."),
+        typer.Option(
+            parser=report_file,
+            metavar="FORMAT=FILE",
+            help="Also write a file; may be given several times.",
+        ),
     ] = None,
     allow: Annotated[
         list[str] | None,
@@ -504,7 +483,7 @@ def acceptance(
     rows: Annotated[int, typer.Option(min=1, help="Random prompts, without --prompts.")] = 4,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 48,
     draft: Annotated[
-        str, typer.Option(help="Who drafts: mtp, ngram, or the folder of a smaller model.")
+        str, _PlaceOption(help="Who drafts: mtp, ngram, or the folder of a smaller model.")
     ] = "mtp",
     temperature: Annotated[float, typer.Option(help="0 is greedy; else rejection sampling.")] = 0.0,
     min_acceptance: Annotated[

@@ -20,7 +20,7 @@ _SHOWN = 4
 
 
 def file_notes(others: OtherFiles) -> Iterator[str]:
-    """Files that did not travel, by reason, and files that are not what they stand for."""
+    """Files that did not travel, by reason, or may not have, and those that are only pointers."""
     for reason in dict.fromkeys(others.left.values()):
         names = [plain(n) for n, why in others.left.items() if why == reason]
         warning = "warning: " if reason in UNSOUND else ""
@@ -30,6 +30,12 @@ def file_notes(others: OtherFiles) -> Iterator[str]:
         yield (
             f"warning: {len(names)} git-lfs pointers travelled in place of files: "
             f"{compress(names, _SHOWN)}; run `git lfs pull` in the source and convert again"
+        )
+    if not others.listed:
+        yield (
+            "warning: the server gives no listing: besides weights, only names that releases "
+            "usually have and code that the configs name were looked for; if there is more, "
+            "download the folder and name that"
         )
 
 

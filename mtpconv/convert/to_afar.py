@@ -22,7 +22,7 @@ from mtpconv.errors import MtpconvError, UsageError
 from mtpconv.progress import Progress
 from mtpconv.ranges import compress
 from mtpconv.ranks import Ranks
-from mtpconv.store.afar import LOADED, open_afar
+from mtpconv.store.afar import open_afar
 from mtpconv.store.afar_dist import AfarMegatron, AfarSource
 from mtpconv.store.checkpoint import require_sound
 from mtpconv.store.content import Reading, reading
@@ -34,6 +34,7 @@ from mtpconv.store.legacy_file import NAME as RANK_FILE
 from mtpconv.store.places import check_apart
 from mtpconv.store.safetensors_header import ShardHeader, plain
 from mtpconv.store.upload import Upload
+from mtpconv.store.usual_files import LOADED
 
 #: Endings of shards and their index.
 _WEIGHTS = (".safetensors", ".safetensors.index.json")

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -33,6 +33,7 @@ from mtpconv.store.remote import (
     open_remote,
     require_ranges,
 )
+from mtpconv.store.usual_files import USUAL, named_code
 from mtpconv.tensors import Box
 
 #: Units: bytes. What one request asks for: enough to hide its latency.
@@ -42,15 +43,8 @@ SPAN = 8 << 20
 KEPT = 64
 #: Units: seconds before a failed request is made again.
 _PAUSES = (0.5, 2.0, 8.0)
-#: What loaders look for in an HF folder besides config and weights.
-LOADED = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
-    "processor_config.json",
-)  # fmt: skip
-#: What an HF folder may have besides weights, where a server gives no listing.
-_USUAL = (*LOADED, "README.md", "LICENSE")
+#: Modules that modules import that ...: no more steps than that.
+_STEPS = 8
 
 
 class Stretches:
@@ -231,10 +225,11 @@ def open_afar(url: str, folder: Path, remote: Remote | None = None) -> AfarCheck
     found: dict[str, str] = {}
     mirror_headers(url, folder, remote, found)
     listed = remote.below("")
-    for name in _USUAL if listed is None else listed:
-        if not name.endswith((".safetensors", *OTHER_WEIGHTS)) and not (folder / name).exists():
-            fetch_file(remote, url, name, folder)
-    hf = open_hf(folder, compare_duplicates=False)
+    if listed is None:
+        _fetch_usual(remote, url, folder)
+    else:
+        _fetch_files(remote, url, listed, folder)
+    hf = replace(open_hf(folder, compare_duplicates=False), listed=listed is not None)
     for problem in hf.problems:
         if problem.kind == "duplicate_tensor":
             raise RefusedError(f"{url}: {problem.message}; download it")
@@ -250,3 +245,21 @@ def open_afar(url: str, folder: Path, remote: Remote | None = None) -> AfarCheck
     kept = Stretches()
     afar = {f: AfarFile(remote, url, f, header.size, kept) for f, header in hf.shards.items()}
     return AfarCheckpoint(**same, remote=remote, afar=afar, marks=marks)
+
+
+def _fetch_usual(remote: Remote, url: str, folder: Path) -> None:
+    """Fetch what a release may have, and the code that its configs name, step by step."""
+    _fetch_files(remote, url, USUAL, folder)
+    asked: set[str] = set()
+    for _ in range(_STEPS):
+        new = named_code(folder) - asked
+        _fetch_files(remote, url, sorted(new), folder)
+        asked |= new
+
+
+def _fetch_files(remote: Remote, url: str, names: Sequence[str], folder: Path) -> None:
+    """Fetch those that are no weights and not there yet; a server need not have them."""
+    ended = (".safetensors", *OTHER_WEIGHTS)
+    wanted = [n for n in names if not n.endswith(ended) and not (folder / n).exists()]
+    with ThreadPoolExecutor(WORKERS) as pool:  # each is a round trip, for those absent too
+        list(pool.map(lambda name: fetch_file(remote, url, name, folder), wanted))

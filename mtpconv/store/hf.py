@@ -57,6 +57,8 @@ class HfCheckpoint:
     unread: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     #: what hf_quant_config.json says, in the words of a quantization_config; None without one
     quant_config: dict[str, Any] | None = None
+    #: whether all files beside the shards are known; a web server does not say
+    listed: bool = True
 
     @property
     def format(self) -> str:

@@ -52,6 +52,8 @@ class OtherFiles:
     left: Mapping[str, str] = field(default_factory=dict)
     #: files that travel and are git-lfs pointers to what they should hold
     pointers: tuple[str, ...] = ()
+    #: whether these are all; a server without a listing may have more
+    listed: bool = True
 
 
 def other_files(folder: Path, shards: Collection[str], saved: str | None = None) -> OtherFiles:

@@ -102,6 +102,8 @@ def open_remote(url: str) -> Remote:
                 f"{url}: must look like hf://ORG/MODEL or hf://ORG/MODEL@REVISION"
             )
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+        if "@" in urlsplit(hub).netloc:  # not shown: it may hold a password
+            raise UnreadableError("HF_ENDPOINT: must hold no user or password; set HF_TOKEN")
         if urlsplit(hub).scheme not in ("http", "https"):
             raise UnreadableError(f"HF_ENDPOINT={hub}: must begin with https:// or http://")
         revision = quote(found[2] or "main", safe="")

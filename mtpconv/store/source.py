@@ -171,7 +171,7 @@ def _places(path: Path) -> Iterator[Path]:
 
 def files_beside(hf: HfCheckpoint) -> OtherFiles:
     """The files of an HF folder that are no shards. Raises: as `other_files`."""
-    return other_files(hf.path, hf.shards, FOLDER)
+    return replace(other_files(hf.path, hf.shards, FOLDER), listed=hf.listed)
 
 
 def write_source(

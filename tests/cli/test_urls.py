@@ -10,19 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from mtpconv.cli.places import place
 from mtpconv.convert import hf2mcore
 from mtpconv.store import afar
 from mtpconv.store.upload import Upload
 from tests.cli.test_cli import Run, one_line, run
 from tests.convert import test_fp8
 from tests.convert.folders import file_hashes, make_hf, tensors_of, write_hf
-from tests.convert.test_afar import contents, fill, plain
+from tests.convert.test_afar import bucket, contents, fill, plain
 from tests.convert.test_crcs import KEYS, rot
 from tests.mapping.toy import config
 from tests.store.test_remote import Server
 
 pytest.importorskip("fsspec")
-__all__ = ["run"]
+__all__ = ["bucket", "run"]
 
 
 @pytest.fixture(autouse=True)
@@ -88,11 +89,14 @@ def test_like_takes_what_hf2mcore_saved(
 def test_like_from_a_web_server_without_a_listing(
     run: Run, web: Server, tmp_path: Path, hf: Path, trained: Path
 ) -> None:
-    words = ("mcore2hf", trained, tmp_path / "back", "-q", "--like")
-    assert run(*words, f"{web.url}/hf").code == 0
+    (hf / "tiktoken.model").write_text("words")
+    said = run("mcore2hf", trained, tmp_path / "back", "--like", f"{web.url}/hf")
+    assert said.code == 0, said.err
+    assert "warning: the server gives no listing" in said.out
     assert file_hashes(tmp_path / "back") == file_hashes(hf)
     shutil.rmtree(tmp_path / "back")
-    assert run("mcore2hf", f"{web.url}/trained", *words[2:], f"{web.url}/hf/").code == 0
+    words = (tmp_path / "back", "-q", "--like", f"{web.url}/hf/")
+    assert run("mcore2hf", f"{web.url}/trained", *words).code == 0
     assert file_hashes(tmp_path / "back") == file_hashes(hf)
 
 
@@ -133,18 +137,18 @@ def test_codes_and_tensors_without_a_place_in_megatron_come_from_there(
 
 
 def test_a_store_is_not_written_over_what_like_reads(
-    run: Run, store: str, hf: Path, trained: Path
+    run: Run, bucket: str, hf: Path, trained: Path
 ) -> None:
-    fill(f"{store}/hf", hf)
-    before = contents(store)
-    for target in (store, f"{store}/hf", f"{store}/hf/new"):
-        said = run("mcore2hf", trained, target, "--overwrite", "--like", f"{store}/hf")
+    fill(f"{bucket}/hf", hf)
+    before = contents(bucket)
+    for target in (bucket, f"{bucket}/hf", f"{bucket}/hf/new"):
+        said = run("mcore2hf", trained, target, "--overwrite", "--like", f"{bucket}/hf")
         assert said.code == 2
-        assert f"{store}/hf" in one_line(said)
-    assert contents(store) == before
-    done = run("mcore2hf", trained, f"{store}/back", "-q", "--like", f"{store}/hf")
+        assert f"{bucket}/hf" in one_line(said)
+    assert contents(bucket) == before
+    done = run("mcore2hf", trained, f"{bucket}/back", "-q", "--like", f"{bucket}/hf")
     assert done.code == 0, done.err
-    assert contents(f"{store}/back") == plain(hf)
+    assert contents(f"{bucket}/back") == plain(hf)
 
 
 def test_like_that_is_nothing_to_export_like_is_refused_by_its_url(
@@ -238,3 +242,88 @@ def test_a_url_where_only_a_folder_goes_writes_nothing(
     assert {p.name for p in tmp_path.iterdir()} == before
     assert run("hf2mcore", hf, f"file://{tmp_path}/out", "-q").code == 0
     assert run("audit", f"file://{hf}", f"file://{tmp_path}/out", "-q", "--require", "L2").code == 0
+
+
+PASSWORDS = (
+    "http://user:secret@host/g", "HTTPS://user:secret@host/g", "https://secret@host/g",
+    "http://user:sec/ret@host/g", "http://user:secret#1@host/g", "s3://key:secret@bucket/g",
+    "simplecache::http://user:secret@host/g", "ftp://user:secret@host/g", "http:/user:secret@h/g",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("url", PASSWORDS)
+def test_a_url_with_a_password_is_refused_and_not_shown(
+    run: Run, tmp_path: Path, hf: Path, mcore: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = {p.name for p in tmp_path.iterdir()}
+    for words in (
+        ("hf2mcore", url, "out"), ("hf2mcore", hf, url), ("mcore2hf", url, "out"),
+        ("mcore2hf", mcore, url), ("mcore2hf", mcore, "out", "--like", url), ("plan", url),
+        ("audit", hf, url), ("audit", hf, "--base", url), ("audit", hf, "--report", f"json={url}"),
+        ("inventory", url), ("inventory", hf, "-o", url), ("args", url), ("selftest", url),
+        ("hf2mcore", hf, "out", "--mapping", url), ("acceptance", hf, "--draft", url),
+    ):  # fmt: skip
+        said = run(*words)
+        assert said.code == 2, words
+        assert "sec" not in one_line(said)
+        assert "user" not in said.out + said.err.replace("a user name", "")
+    assert {p.name for p in tmp_path.iterdir()} == before
+
+
+def test_the_password_is_told_from_containers_and_ports() -> None:
+    for url in (
+        "abfs://container@account.dfs.core.windows.net/m",
+        "hf://org/model@v1",
+        "http://h:80/m@1",
+        "https://[::1]:8080/m@1",
+        "ssh://user@host/m",
+        "s3://arn:aws:s3:eu:1:accesspoint/m@1",
+    ):
+        assert place(url) == url
+
+
+@pytest.mark.parametrize("end", ["?sig=secret", "#main", "/?", "/a#b?c"])
+def test_a_query_or_fragment_is_refused(run: Run, tmp_path: Path, end: str) -> None:
+    for words in (("hf2mcore", f"https://host/g{end}", tmp_path / "out"),
+                  ("audit", f"HTTP://host/g{end}")):  # fmt: skip
+        said = run(*words)
+        assert said.code == 2, words
+        assert "query or fragment; name the folder's URL without" in one_line(said)
+        assert "secret" not in said.err
+
+
+def test_what_is_nearly_a_url_is_no_folder(
+    run: Run, tmp_path: Path, hf: Path, mcore: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = {p.name for p in tmp_path.iterdir()}
+    for typo in ("s3:/b/x", "S3:b", "hf:org/model", "https:host/g", "gs://", "FILE:/x", "az:c"):
+        for words in (("mcore2hf", mcore, typo), ("hf2mcore", hf, typo), ("audit", typo),
+                      ("plan", typo), ("mcore2hf", mcore, "out", "--like", typo)):  # fmt: skip
+            said = run(*words)
+            assert said.code == 2, words
+            assert f"{typo}: is no URL, and no such file or folder exists; write " in one_line(said)
+            assert f"{typo.partition(':')[0].lower()}://..." in said.err
+    assert {p.name for p in tmp_path.iterdir()} == before
+    for name in ("C:x", "c:/x", "./s3:/b", "data:v1", "s3", "a/s3:b"):
+        assert place(name) == name
+    shutil.copytree(hf, tmp_path / "s3:b")  # exists, so it is meant
+    assert run("hf2mcore", "s3:b", "./gs:out", "-q").code == 0
+    assert run("audit", "s3:b", "gs:out", "-q").code == 0
+
+
+def test_a_scheme_may_be_in_capitals(run: Run, tmp_path: Path, hf: Path, web: Server) -> None:
+    url = web.url.replace("http://", "HTTP://")
+    assert run("hf2mcore", f"{url}/hf", tmp_path / "out", "-q").code == 0
+    assert run("audit", f"FILE://{hf}", tmp_path / "out", "-q").code == 0
+    assert run("audit", f"{url}/hf", "-q").code == 0
+    assert place("simplecache::S3://Bucket/X") == "simplecache::s3://Bucket/X"
+
+
+def test_memory_that_ends_with_the_command_is_no_target(run: Run, store: str, mcore: Path) -> None:
+    for url in (store, f"simplecache::{store}", store.replace("memory", "MEMORY")):
+        said = run("mcore2hf", mcore, url)
+        assert said.code == 2
+        assert "gone when it ends; name a folder, s3://, gs:// or hf://" in one_line(said)
+    assert contents(store) == {}

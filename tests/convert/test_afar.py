@@ -54,7 +54,18 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """The URL of an empty place in an S3-compatible server, or in memory."""
     if request.param == "memory":
         yield f"memory://{uuid.uuid4().hex}/model"
-        return
+    else:
+        yield from s3_place(monkeypatch)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of an empty place in an S3-compatible server."""
+    yield from s3_place(monkeypatch)
+
+
+def s3_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of an empty place in an S3-compatible server, which runs meanwhile."""
     pytest.importorskip("s3fs")
     moto = pytest.importorskip("moto.server")
     server = moto.ThreadedMotoServer(port=0)
@@ -153,6 +164,40 @@ def test_ranges_of_any_size(
             assert bytes(view) == data[start : start + length]
         with pytest.raises(UnreadableError, match="ends at byte 200"):
             file.read_into(files, 199, memoryview(bytearray(2)))
+
+
+def test_files_of_a_web_server_come_by_their_usual_names_and_as_the_configs_name_them(
+    tmp_path: Path,
+) -> None:
+    own = {"AutoConfig": "configuration_toy.ToyConfig", "AutoModel": "org/other--modeling_x.X"}
+    hf = make_hf(tmp_path / "hf", {**config(), "auto_map": own})
+    slow = {"auto_map": {"AutoTokenizer": ["tokenization_toy.Slow", None]}}
+    (hf / "tokenizer_config.json").write_text(json.dumps(slow))
+    (hf / "video_preprocessor_config.json").write_text("{}")
+    (hf / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "processing.P"}}')
+    (hf / "preprocessor_config.json").write_text("no JSON travels as it is")
+    for name in ("tiktoken.model", "tekken.json", "vocab.txt", "chat_template.jinja", "LICENSE",
+                 "configuration_toy.py", "processing.py", "parts.py"):  # fmt: skip
+        (hf / name).write_text(name)
+    (hf / "tokenization_toy.py").write_text("import os\nfrom .parts import Part\n")
+    server = Server(hf, ranges=True)
+    (tmp_path / "mirror").mkdir()
+    opened = open_afar(server.url, tmp_path / "mirror")
+    done = hf2mcore(tmp_path / "mirror", tmp_path / "mcore", opened=opened)
+    server.server.shutdown()
+    here = hf2mcore(hf, tmp_path / "local")
+    assert file_hashes(tmp_path / "mcore") == file_hashes(tmp_path / "local")
+    assert not [path for path, _ in server.requests if "modeling_x" in path]
+    (note,) = set(done.notes) - set(here.notes)
+    assert note.startswith("warning: the server gives no listing")
+
+
+def test_a_store_with_a_listing_leaves_nothing_to_warn_of(store: str, tmp_path: Path) -> None:
+    fill(store, make_hf(tmp_path / "hf", config()))
+    (tmp_path / "mirror").mkdir()
+    opened = open_afar(store, tmp_path / "mirror")
+    done = hf2mcore(tmp_path / "mirror", tmp_path / "mcore", opened=opened)
+    assert not [note for note in done.notes if "listing" in note]
 
 
 def test_a_web_server(tmp_path: Path) -> None:
@@ -310,7 +355,8 @@ def test_overwrite_removes_what_is_of_a_model(store: str, tmp_path: Path) -> Non
     hf = make_hf(tmp_path / "hf", config(), shards=2)
     hf2mcore(hf, tmp_path / "mcore")
     fill(store, make_hf(tmp_path / "old", config(), shards=5))
-    old = ("tokenizer.model", "hf_quant_config.json", "adapter.safetensors.index.json")
+    old = ("tokenizer.model", "tiktoken.model", "hf_quant_config.json",
+           "adapter.safetensors.index.json")  # fmt: skip
     mine = ("notes.txt", "README.md", "pytorch_model.bin", "logs/config.json",
             "lora/model.safetensors")  # fmt: skip
     for name in (*old, *mine):

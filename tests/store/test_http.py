@@ -116,6 +116,15 @@ def test_an_endpoint_needs_a_scheme(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             mirror_headers("hf://org/model", tmp_path)
 
 
+def test_an_endpoint_with_a_password_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://user:secret@host")
+    with pytest.raises(UnreadableError, match="HF_ENDPOINT: must hold no user") as error:
+        mirror_headers("hf://org/model", tmp_path)
+    assert "secret" not in str(error.value)
+
+
 HEAD = "HTTP/1.1 206 x\r\nContent-Range: bytes 0-999/1000\r\nContent-Length: 1000\r\n\r\n"
 
 
