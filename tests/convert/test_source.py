@@ -368,11 +368,11 @@ def test_another_table_is_refused_whatever_the_like(tmp_path: Path) -> None:
     for like in (hf, tmp_path / "shipped/hf_source"):
         with pytest.raises(UsageError, match=r"own/hf_source: hf2mcore used a mapping table of"):
             mcore2hf(tmp_path / "own", tmp_path / "back", like=like)
-    for like in (None, hf):
+    for named in (None, hf):
         with pytest.raises(
             UsageError, match=r"the table that mtpconv ships, .*leave --mapping out"
         ):
-            mcore2hf(tmp_path / "shipped", tmp_path / "back", like=like, mapping=table)
+            mcore2hf(tmp_path / "shipped", tmp_path / "back", like=named, mapping=table)
     assert mcore2hf(tmp_path / "own", tmp_path / "back", like=hf, mapping=table).verified
     assert file_hashes(tmp_path / "back") == file_hashes(hf)
     shipped = find_table("glm_moe_dsa").path
