@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from mtpconv.audit.args_rules import args_findings
+from mtpconv.audit.args_rules import args_findings, own_args_findings
 from mtpconv.audit.base import changed_regions, is_compared, stale_findings
 from mtpconv.audit.codes import checked_kinds, finding
 from mtpconv.audit.compare import Outcome, Progress, read_stats
@@ -172,6 +172,8 @@ def _audit_single(
     parts = missing_parts(after, missing, complete)
     findings += complete
     findings += _no_config(after)
+    if "config" not in options.allow:
+        findings += own_args_findings(after)
     content: list[Finding] = []
     nbytes = 0
     if options.read_bytes and after.has_bytes:
@@ -313,7 +315,9 @@ def _pair_tier(before: Subject, after: Subject, found: Differences, options: Opt
 def _checked(
     before: Subject | None, after: Subject, options: Options, base: Subject | None
 ) -> tuple[str, ...]:
-    both_configs = before is not None and before.config is not None and after.config is not None
+    both_configs = after.config is not None and (
+        before.config is not None if before is not None else after.source is not None
+    )
     compares = before is not None and options.read_bytes and options.expect == "bytes"
     return checked_kinds(
         is_pair=before is not None,
