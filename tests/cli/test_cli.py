@@ -139,6 +139,8 @@ def test_jobs_are_the_threads_that_read(
         (["audit", "HF", "HF", "--format", "pdf"], "pdf"),
         (["audit", "HF", "HF", "--report", "html"], "html"),
         (["audit", "HF", "HF", "--sample", "2/1"], "2/1"),
+        (["audit", "HF", "--sample", "1/2"], "--sample"),
+        (["audit", "HF", "--expect", "structure"], "--expect structure"),
         (["audit", "HF", "HF", "--attest", "x.json"], "--manifest"),
         (["hf2mcore", "HF", "NEW", "--layout", "sideways"], "sideways"),
         (["check", "no_such_model"], "no_such_model"),
@@ -155,6 +157,16 @@ def test_usage_errors_are_2_and_name_the_word(
     assert said.code == 2
     assert named in one_line(said)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_base_of_one_checkpoint_is_looked_at(run: Run, tmp_path: Path) -> None:
+    base = make_hf(tmp_path / "base", config())
+    after = {
+        n: (spec, data if n.startswith("model.layers.3.") else bytes(b ^ 1 for b in data))
+        for n, (spec, data) in tensors_of(base).items()
+    }
+    said = run("audit", write_hf(tmp_path / "after", after, config()), "--base", base)
+    assert (said.code, "V05 stale_mtp" in said.out) == (1, True)
 
 
 def test_an_unknown_option_is_usage(run: Run) -> None:
