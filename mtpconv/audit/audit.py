@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from mtpconv.audit.args_rules import args_findings, own_args_findings
 from mtpconv.audit.base import changed_regions, is_compared, stale_findings
+from mtpconv.audit.beside import beside_notes
 from mtpconv.audit.codes import checked_kinds, finding
 from mtpconv.audit.compare import Outcome, Progress, read_stats
 from mtpconv.audit.config_rules import compare_configs
@@ -92,7 +93,7 @@ def _audit_pair(
         pool_crcs(side, ranks)  # from here on every rank reads the same
     excused = find_excuses(found, before, after, options, regions)
     findings = list(file_findings(after))
-    notes = (*before.notes, *after.notes)
+    notes = (*before.notes, *after.notes, *beside_notes(before, after))
     content: list[Finding] = []
     if options.expect == "structure":
         # Values are meant to differ: they are counted per region, not listed.

@@ -14,6 +14,7 @@ from typing import Any, cast
 import typer
 
 from mtpconv.audit.audit import audit
+from mtpconv.audit.beside import compare_beside
 from mtpconv.audit.finding import Report, Tier
 from mtpconv.audit.options import Options, Profile, Sample
 from mtpconv.audit.sides import Sides, open_sides
@@ -175,6 +176,14 @@ def _require_its_manifest(manifest: Path, after: Path, options: Options, ranks: 
         raise RefusedError(
             f"{manifest}: is not the manifest of {after}: {wrong} differences; "
             "take one with `mtpconv inventory`"
+        )
+    assert sides.before is not None
+    beside = compare_beside(sides.before, sides.after)
+    wrong_files = () if beside is None else (*beside.differing, *beside.missing)
+    if wrong_files:
+        raise RefusedError(
+            f"{manifest}: is not the manifest of {after}: {wrong_files[0]} is not what it was; "
+            "take one with `mtpconv inventory --files`"
         )
 
 

@@ -325,6 +325,19 @@ def test_an_attestation_names_only_the_checkpoints_own_manifest(run: Run, tmp_pa
     assert json.loads(out.read_text())["predicate"]["result"] == "PASSED"
 
 
+def test_an_attestation_holds_the_files_of_its_manifest_too(run: Run, tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    (hf / "tokenizer.json").write_text("{}")
+    assert run("inventory", hf, "-o", tmp_path / "m.json", "--files", "-q").code == 0
+    words = ("audit", hf, hf, "-q", "--attest", tmp_path / "out.json", "--manifest")
+    assert run(*words, tmp_path / "m.json").code == 0
+    (tmp_path / "out.json").unlink()
+    (hf / "tokenizer.json").write_text("{ }")
+    said = run(*words, tmp_path / "m.json")
+    assert (said.code, "tokenizer.json is not what it was" in one_line(said)) == (1, True)
+    assert not (tmp_path / "out.json").exists()
+
+
 def test_a_base_far_away_is_said_not_to_be_checked(run: Run, tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     hf = make_hf(tmp_path / "hf", config(), shards=3)
