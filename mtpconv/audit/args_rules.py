@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mtpconv.audit.codes import finding
 from mtpconv.audit.config_rules import ABSENT, same_json, shown
 from mtpconv.audit.finding import Finding, Severity
 from mtpconv.audit.promise import read_promise
-from mtpconv.audit.subject import ARGS, Subject
+from mtpconv.audit.subject import ARGS, Subject, saved_args
 from mtpconv.errors import MtpconvError
 from mtpconv.geometry import read_geometry
 from mtpconv.megatron_args import FLAGLESS, RENAMED, SWITCHES, VALUES, megatron_args
+from mtpconv.store.hf import CONFIG_NAME
+from mtpconv.store.legacy import MegatronCheckpoint
 
 Args = Mapping[str, Any]
 
@@ -54,7 +57,7 @@ def args_findings(before: Subject, after: Subject) -> Iterator[Finding]:
         assert side.config is not None
         assert other.config is not None
         yield from compare_with_config(
-            side.config, other.config, _rows(side),
+            side.config, other.config, _rows(side.megatron),
             args_first=args_first, source=after.config_source,
         )  # fmt: skip
 
@@ -74,9 +77,36 @@ def _lost(before: Subject, after: Subject) -> Finding:
     )  # fmt: skip
 
 
-def _rows(subject: Subject) -> int | None:
-    held = subject.megatron.tensors.get(_EMBEDDING) if subject.megatron is not None else None
+def _rows(stored: MegatronCheckpoint | None) -> int | None:
+    held = stored.tensors.get(_EMBEDDING) if stored is not None else None
     return held.shape[0] if held is not None and held.shape else None
+
+
+def contradictions(stored: MegatronCheckpoint, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Args that a checkpoint holds and that make something else of its weights than a config does.
+
+    The config is what an export of the checkpoint gets. Only errors: args that are absent or few
+    contradict nothing. `before` of a finding is the args' value, `after` the config's.
+    """
+    args = saved_args(stored)
+    if args is not None:
+        for found in compare_with_config(
+            args, config, _rows(stored), args_first=True, source=CONFIG_NAME
+        ):
+            if found.severity == "error":
+                yield found
+
+
+def own_args_findings(after: Subject) -> Iterator[Finding]:
+    """What the config beside a Megatron checkpoint says otherwise than its own args."""
+    if after.source is None or after.megatron is None:
+        return
+    for found in contradictions(after.megatron, after.source.config):
+        message = (
+            f"{found.field} is {shown(found.before)} in the args and {shown(found.after)} by "
+            "config.json in hf_source; the weights then mean something else"
+        )
+        yield replace(found, message=message)
 
 
 def compare_args(before: Args, after: Args, source: str) -> Iterator[Finding]:

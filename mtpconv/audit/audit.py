@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from mtpconv.audit.args_rules import args_findings
+from mtpconv.audit.args_rules import args_findings, own_args_findings
 from mtpconv.audit.base import changed_regions, is_compared, stale_findings
+from mtpconv.audit.beside import beside_notes
 from mtpconv.audit.codes import checked_kinds, finding
 from mtpconv.audit.compare import Outcome, Progress, read_stats
 from mtpconv.audit.config_rules import compare_configs
@@ -92,7 +93,7 @@ def _audit_pair(
         pool_crcs(side, ranks)  # from here on every rank reads the same
     excused = find_excuses(found, before, after, options, regions)
     findings = list(file_findings(after))
-    notes = (*before.notes, *after.notes)
+    notes = (*before.notes, *after.notes, *beside_notes(before, after))
     content: list[Finding] = []
     if options.expect == "structure":
         # Values are meant to differ: they are counted per region, not listed.
@@ -172,6 +173,8 @@ def _audit_single(
     parts = missing_parts(after, missing, complete)
     findings += complete
     findings += _no_config(after)
+    if "config" not in options.allow:
+        findings += own_args_findings(after)
     content: list[Finding] = []
     nbytes = 0
     if options.read_bytes and after.has_bytes:
@@ -313,7 +316,9 @@ def _pair_tier(before: Subject, after: Subject, found: Differences, options: Opt
 def _checked(
     before: Subject | None, after: Subject, options: Options, base: Subject | None
 ) -> tuple[str, ...]:
-    both_configs = before is not None and before.config is not None and after.config is not None
+    both_configs = after.config is not None and (
+        before.config is not None if before is not None else after.source is not None
+    )
     compares = before is not None and options.read_bytes and options.expect == "bytes"
     return checked_kinds(
         is_pair=before is not None,

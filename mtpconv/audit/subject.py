@@ -201,7 +201,7 @@ def view_subject(view: HfView, expected: Expected | None = None, *, ours: bool =
     ]
     problems = [*_under_hf_names(view), *unknown]
     return Subject(
-        str(view.path), view.format, view, problems, _args(view.checkpoint), ARGS,
+        str(view.path), view.format, view, problems, saved_args(view.checkpoint), ARGS,
         expected=expected, regions=view.plan.regions, dialect=view.dialect,
         told_in=_told_in(view.checkpoint),
         notes=(*_left_out(view.checkpoint), *view.remarks(ours=ours)),
@@ -224,7 +224,7 @@ def torch_dist_subject(checkpoint: MegatronCheckpoint) -> Subject:
     """A Megatron checkpoint under its own sharded keys as one side."""
     return Subject(
         str(checkpoint.path), checkpoint.format, checkpoint, checkpoint.problems,
-        _args(checkpoint), ARGS, told_in=_told_in(checkpoint), notes=_left_out(checkpoint),
+        saved_args(checkpoint), ARGS, told_in=_told_in(checkpoint), notes=_left_out(checkpoint),
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
     return ()
 
 
-def _args(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+def saved_args(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """The plain values of the saved args; None if there are none."""
     args = checkpoint.common.get("args") if isinstance(checkpoint, MegatronCheckpoint) else None
     if not isinstance(args, Mapping):

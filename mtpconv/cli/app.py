@@ -367,7 +367,8 @@ def audit(
         bool, typer.Option("--headers-only", help="Tier L0: read no tensor bytes.")
     ] = False,
     sample: Annotated[
-        str | None, typer.Option(help="Read n of every N tensors (n/N); MTP is always read.")
+        str | None,
+        typer.Option(help="Of two, read n of every N tensors (n/N); MTP is always read."),
     ] = None,
     waivers: Annotated[
         Path | None, _PathOption(help="TOML of accepted findings, each with an expiry date.")

@@ -14,6 +14,7 @@ from typing import Any, cast
 import typer
 
 from mtpconv.audit.audit import audit
+from mtpconv.audit.beside import compare_beside
 from mtpconv.audit.finding import Report, Tier
 from mtpconv.audit.options import Options, Profile, Sample
 from mtpconv.audit.sides import Sides, open_sides
@@ -67,6 +68,8 @@ def run_audit(
             raise UsageError(f"--manifest {manifest}: of {after} no digests can be taken")
         read_manifest(manifest)  # that it cannot be read must not cost an hour either
     chosen = make_options(**options)
+    if before is None:
+        _refuse_alone(chosen, after)
     ranks = ranks_of(os.environ, READING)
     progress = make_progress(quiet or not ranks.is_first)
     ranks.tell = progress.note
@@ -95,6 +98,22 @@ def run_audit(
             _show(done, form, verbose=verbose, quiet=quiet)
         _require_one_verdict(done, ranks)
     raise typer.Exit(EXIT[done.verdict])
+
+
+def _refuse_alone(options: Options, after: str) -> None:
+    """What says how two checkpoints are compared must not look as if it did something for one.
+
+    Switches of --allow pass: a pipeline names them once for all its audits. Raises: UsageError.
+    """
+    for option, given in (
+        ("--expect structure", options.expect == "structure"),
+        ("--sample", options.sample is not None),
+    ):
+        if given:
+            raise UsageError(
+                f"{option}: says how two checkpoints are compared, and {after} is alone; name the "
+                "reference before it, or leave the option out"
+            )
 
 
 def _attest(done: Report, attestation: Path | None, manifest: Path | None) -> None:
@@ -157,6 +176,14 @@ def _require_its_manifest(manifest: Path, after: Path, options: Options, ranks: 
         raise RefusedError(
             f"{manifest}: is not the manifest of {after}: {wrong} differences; "
             "take one with `mtpconv inventory`"
+        )
+    assert sides.before is not None
+    beside = compare_beside(sides.before, sides.after)
+    wrong_files = () if beside is None else (*beside.differing, *beside.missing)
+    if wrong_files:
+        raise RefusedError(
+            f"{manifest}: is not the manifest of {after}: {wrong_files[0]} is not what it was; "
+            "take one with `mtpconv inventory --files`"
         )
 
 

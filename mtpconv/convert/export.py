@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtpconv.audit.args_rules import contradictions
+from mtpconv.audit.config_rules import shown
 from mtpconv.convert.agreement import is_mtp_name
 from mtpconv.convert.arithmetic import computed_names, export_arithmetic
 from mtpconv.convert.configs import config_bytes
@@ -182,8 +184,29 @@ def _plan_notes(work: McoreToHf) -> Iterator[str]:
     if isinstance(stored, MegatronCheckpoint) and stored.ignored:
         yield f"optimizer state ({stored.ignored} entries) has no place in HF: left out"
     yield from work.view.remarks(ours=has_source(work.view.path))
+    yield from _args_notes(work)
     if not work.same_files:
         yield "shards were laid out anew; file hashes differ from the original's"
+
+
+def _args_notes(work: McoreToHf) -> Iterator[str]:
+    """Args of the checkpoint that the config to be written contradicts; training may change some.
+
+    Where MTP is left out they may be those of a run with or without it.
+    """
+    stored = work.view.checkpoint
+    if not isinstance(stored, MegatronCheckpoint):
+        return
+    found = {f.field: f for f in contradictions(stored, work.source.config)}
+    if found and work.drop_mtp and work.config is not None:
+        differ = {f.field for f in contradictions(stored, work.config)}
+        found = {field: f for field, f in found.items() if field in differ}
+    for field, one in found.items():
+        yield (
+            f"warning: {field} is {shown(one.before)} in Megatron's args and {shown(one.after)} by "
+            "the config.json that is written; the weights then mean something else: see `mtpconv "
+            "audit`, and correct the config.json or name another folder with --like"
+        )
 
 
 def write_rest(work: McoreToHf, folder: Path) -> None:

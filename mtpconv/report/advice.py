@@ -24,7 +24,7 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "duplicate_key_in_config": "delete the wrong one of the two keys",
     "config_missing": "copy config.json from the source",
     "source_damaged": "copy hf_source again; to export with other files, use --like",
-    "config_mismatch": "set the fields to what the reference says",
+    "config_mismatch": "set the fields to what the reference, or the run that trained it, says",
     "config_contradiction": "decide which of the fields is right and delete the other",
     "mtp_missing": "restore the MTP tensors, or set the field to 0 if they are gone on purpose",
     "mtp_orphan": "put the field that promises MTP back; engines ignore the tensors without it",

@@ -142,6 +142,28 @@ def test_args_that_change_what_weights_mean(
     )
 
 
+def test_args_are_held_against_the_config_that_an_export_would_get(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    assert "config_mismatch" in run(None, pair[1]).checked
+    model = base_model("glm-5.2.json")
+    model.config["num_experts_per_tok"] += 1
+    hf2mcore(model.write(tmp_path / "hf"), tmp_path / "other")
+    mixed = edited(pair[1], tmp_path / "mixed", lambda _: None, source=False)
+    shutil.copytree(tmp_path / "other" / FOLDER, mixed / FOLDER)
+    report = run(None, mixed)
+    assert said(report) == [("config_mismatch", "moe_router_topk")], shown(report)
+    assert "config.json in hf_source" in errors(report)[0].message
+    assert run(None, mixed, allow=frozenset({"config"})).verdict == "pass"
+    # Few args, or none, contradict nothing.
+    for change in (without_args, lambda common: common.update(args={"mtp_num_layers": 1})):
+        few = edited(mixed, tmp_path / f"{change.__name__}", change)
+        assert not [f for f in run(None, few).findings if f.kind == "config_mismatch"]
+    # What has no source has nothing to be compared with.
+    alone = edited(pair[1], tmp_path / "alone", lambda _: None, source=False)
+    assert "config_mismatch" not in run(None, alone).checked
+
+
 def test_how_a_run_trains_is_its_own_affair(pair: tuple[Path, Path], tmp_path: Path) -> None:
     hf, mcore = pair
 

@@ -139,6 +139,8 @@ def test_jobs_are_the_threads_that_read(
         (["audit", "HF", "HF", "--format", "pdf"], "pdf"),
         (["audit", "HF", "HF", "--report", "html"], "html"),
         (["audit", "HF", "HF", "--sample", "2/1"], "2/1"),
+        (["audit", "HF", "--sample", "1/2"], "--sample"),
+        (["audit", "HF", "--expect", "structure"], "--expect structure"),
         (["audit", "HF", "HF", "--attest", "x.json"], "--manifest"),
         (["hf2mcore", "HF", "NEW", "--layout", "sideways"], "sideways"),
         (["check", "no_such_model"], "no_such_model"),
@@ -155,6 +157,16 @@ def test_usage_errors_are_2_and_name_the_word(
     assert said.code == 2
     assert named in one_line(said)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_base_of_one_checkpoint_is_looked_at(run: Run, tmp_path: Path) -> None:
+    base = make_hf(tmp_path / "base", config())
+    after = {
+        n: (spec, data if n.startswith("model.layers.3.") else bytes(b ^ 1 for b in data))
+        for n, (spec, data) in tensors_of(base).items()
+    }
+    said = run("audit", write_hf(tmp_path / "after", after, config()), "--base", base)
+    assert (said.code, "V05 stale_mtp" in said.out) == (1, True)
 
 
 def test_an_unknown_option_is_usage(run: Run) -> None:
@@ -321,6 +333,19 @@ def test_an_attestation_names_only_the_checkpoints_own_manifest(run: Run, tmp_pa
     assert not out.exists()
     assert run(*words, hf.with_suffix(".json")).code == 0
     assert json.loads(out.read_text())["predicate"]["result"] == "PASSED"
+
+
+def test_an_attestation_holds_the_files_of_its_manifest_too(run: Run, tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    (hf / "tokenizer.json").write_text("{}")
+    assert run("inventory", hf, "-o", tmp_path / "m.json", "--files", "-q").code == 0
+    words = ("audit", hf, hf, "-q", "--attest", tmp_path / "out.json", "--manifest")
+    assert run(*words, tmp_path / "m.json").code == 0
+    (tmp_path / "out.json").unlink()
+    (hf / "tokenizer.json").write_text("{ }")
+    said = run(*words, tmp_path / "m.json")
+    assert (said.code, "tokenizer.json is not what it was" in one_line(said)) == (1, True)
+    assert not (tmp_path / "out.json").exists()
 
 
 def test_a_base_far_away_is_said_not_to_be_checked(run: Run, tmp_path: Path) -> None:

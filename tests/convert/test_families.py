@@ -50,12 +50,22 @@ def test_a_family_there_and_back(tmp_path: Path, variant: Variant) -> None:
     require_equal_across_formats(hf, tmp_path / "mcore", there.tensors)
     back = mcore2hf(tmp_path / "mcore", tmp_path / "back")
     assert back.unchanged == back.tensors == len(tensors_of(hf))
+    assert not [n for n in back.notes if "Megatron's args" in n]
     assert file_hashes(tmp_path / "back") == file_hashes(hf)
 
 
 def test_every_family_with_mtp_goes_there_and_back_with_it() -> None:
     without = {n for n in CONVERTED if not distinct(n)[0].plan().geometry.depths}
     assert without == {"llama", "minimax_m2", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+
+
+def test_args_without_mtp_contradict_no_config_that_is_written_without_it(tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", small_config("nemotron_h"))
+    for dropped in (True, False):  # the pattern of layers in args says MTP too
+        hf2mcore(hf, tmp_path / f"{dropped}", drop_mtp=dropped)
+        mcore, back = tmp_path / f"{dropped}", tmp_path / f"back {dropped}"
+        done = mcore2hf(mcore, back, drop_mtp=True, like=hf)
+        assert not [n for n in done.notes if "Megatron's args" in n]
 
 
 def test_a_decoder_under_language_model_comes_back(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from mtpconv.convert import hf2mcore, mcore2hf
 from mtpconv.convert.shards import write_shards
 from mtpconv.errors import UnreadableError, UsageError
 from mtpconv.mapping.table_reader import find_table
+from mtpconv.store.dist_metadata_writer import write_common
 from mtpconv.store.hf import open_hf
 from mtpconv.store.legacy import MegatronCheckpoint, open_megatron
+from mtpconv.store.objects import read_common
 from mtpconv.store.source import find_source, read_source
 from mtpconv.tensors import TensorSpec
 from tests.convert.folders import exchanged_table, file_hashes, make_hf, tensors_of, write_hf
@@ -78,6 +80,29 @@ def test_copies_that_follow_the_trunk_do_not_make_mtp_trained(tmp_path: Path) ->
     assert done.changed == names
     assert [n for n in done.notes if "drafts are those of before training" in n]
     assert not [n for n in done.notes if "carried" in n]
+
+
+def test_a_config_that_contradicts_the_args_is_said_to(tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", config())
+    hf2mcore(hf, tmp_path / "mcore")
+    assert not [n for n in mcore2hf(tmp_path / "mcore", tmp_path / "a").notes if "args" in n]
+    raw = config(num_experts_per_tok=3, rms_norm_eps=1e-3, max_position_embeddings=8192)
+    like = make_hf(tmp_path / "like", raw)
+    for dry in (True, False):
+        done = mcore2hf(tmp_path / "mcore", tmp_path / "b", like=like, dry_run=dry)
+        said = [n for n in done.notes if "Megatron's args" in n]
+        assert [n.split(";")[0] for n in said] == [
+            f"warning: {field} is {there} in Megatron's args and {here} by the config.json that is"
+            " written"
+            for field, there, here in (("norm_epsilon", 1e-05, 0.001), ("moe_router_topk", 1, 3))
+        ]
+        assert all("--like" in n for n in said)
+    assert json.loads((tmp_path / "b/config.json").read_text())["num_experts_per_tok"] == 3
+    common = read_common(tmp_path / "mcore/release")
+    del common["args"]
+    write_common(tmp_path / "mcore/release", common)
+    done = mcore2hf(tmp_path / "mcore", tmp_path / "c", like=like)
+    assert not [n for n in done.notes if "args" in n], "there are none"
 
 
 def test_nothing_is_said_of_weights_that_did_not_change(tmp_path: Path, tensors: Tensors) -> None:
