@@ -111,7 +111,9 @@ def open_sides(
     held = _held(plan, sides)
     digests = any(isinstance(o, Manifest) for o in sides)
     old, new, base_seen = (
-        None if o is None else _seen(o, plan, held, sides, digests=digests)
+        None
+        if o is None
+        else _asking_for_table(_seen(o, plan, held, sides, digests=digests), mapping)
         for o in (left, right, origin)
     )
     if old is None:
@@ -281,6 +283,18 @@ def _travelling(subject: Subject, source: HfSource | None, fault: Problem | None
     """The side with what travelled with it."""
     faults = () if fault is None else (fault,)
     return replace(subject, source=source, problems=(*subject.problems, *faults))
+
+
+def _asking_for_table(subject: Subject, mapping: Path | None) -> Subject:
+    """The side with a note if it was made with a table that nobody named."""
+    own = subject.source.table if subject.source is not None else None
+    if own is None or mapping is not None:
+        return subject
+    note = (
+        f"warning: hf2mcore made {subject.path} with a mapping table of your own, {own.name}; name "
+        "it with --mapping, through the shipped one tensors may have each other's names"
+    )
+    return replace(subject, notes=(*subject.notes, note))
 
 
 def _promising(subject: Subject, config: Mapping[str, Any] | None) -> Subject:

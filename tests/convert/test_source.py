@@ -400,5 +400,11 @@ def test_another_table_is_refused_whatever_the_like(tmp_path: Path) -> None:
             mcore2hf(tmp_path / "shipped", tmp_path / "back", like=named, mapping=table)
     assert mcore2hf(tmp_path / "own", tmp_path / "back", like=hf, mapping=table).verified
     assert file_hashes(tmp_path / "back") == file_hashes(hf)
+    for mapping in (None, table):
+        found = open_sides(hf, tmp_path / "own", mapping=mapping)
+        report = audit(found.before, found.after)
+        assert (report.verdict == "pass") is (mapping is not None)
+        said = " ".join(report.compared.notes)
+        assert ("with a mapping table of your own, glm_moe_dsa.toml" in said) is (mapping is None)
     shipped = find_table("glm_moe_dsa").path
     assert mcore2hf(tmp_path / "shipped", tmp_path / "again", mapping=shipped).verified
