@@ -202,6 +202,11 @@ class Ranks:
         self._wait(complete, found)
         return [found[rank] for rank in range(self.size)]
 
+    @property
+    def first_lives(self) -> bool:
+        """Whether the first rank, which cleans up for all, still can."""
+        return self.is_first or self._place is None or self._lives(0)
+
     def leave(self, error: BaseException | None) -> None:
         """Say how it ended; the first rank stays until the others have left."""
         if self._place is None:

@@ -77,6 +77,7 @@ class Output:
         self._parents: list[Path] = []
         self._ours = False
         self._committed = False
+        self._first_lives = True
         self._check()
 
     def __enter__(self) -> Self:
@@ -251,6 +252,7 @@ class Output:
     def _leave(self, error: BaseException | None) -> int:
         """Clean up; gives the number of finished files that are kept."""
         self.journal.close()
+        self._first_lives = self.ranks.first_lives
         self.ranks.leave(error)
         try:
             if not self._ours or not self._lock.taken:
@@ -276,6 +278,8 @@ class Output:
             return f"{kept} finished file{'s are' if kept > 1 else ' is'} kept for --resume"
         if self._resume and not self.ranks.is_first:
             return "what is finished is kept for --resume"  # the first rank has the count
+        if not self._first_lives:
+            return f"rank 0 is gone and removed nothing: start it again, or delete {self.work}"
         if self._ours and self.work.exists():
             return f"what was written cannot be removed, delete {self.work}"
         if self._resume:

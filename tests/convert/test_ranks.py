@@ -338,6 +338,19 @@ def test_a_rank_that_dies_or_hangs(tmp_path: Path, bad: int, how: str) -> None:
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
+def test_what_a_killed_first_rank_leaves_is_named(tmp_path: Path) -> None:
+    """It cleans up for all; the others must not say that nothing is left."""
+    hf = make_hf(tmp_path / "hf", config(), shards=3)
+    first, second = launch(2, 0, "SIGKILL", "hf2mcore", hf, tmp_path / "mcore", "--jobs", 1)
+    said = second.communicate(timeout=60)[1]
+    first.communicate()
+    assert second.returncode == 3, said
+    assert f"removed nothing: start it again, or delete {tmp_path / '.mcore.partial'}" in said
+    assert (tmp_path / ".mcore.partial").exists()
+    hf2mcore(hf, tmp_path / "mcore")
+    assert not (tmp_path / ".mcore.partial").exists()
+
+
 def torchrun(size: int, *arguments: Any) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}",
