@@ -28,7 +28,7 @@ from mtpconv.ranks import Ranks
 from mtpconv.store.content import Files, blocks
 from mtpconv.store.crew import Crew
 from mtpconv.store.digest import digest_tensors
-from mtpconv.store.dist_folder import MAX_ITERATION
+from mtpconv.store.dist_folder import MAX_ITERATION, Iteration, folder_name
 from mtpconv.store.dist_metadata_writer import write_common, write_config, write_tracker
 from mtpconv.store.durable import write_bytes
 from mtpconv.store.hf import open_hf
@@ -118,7 +118,8 @@ def hf2mcore(
         ) as out,
         Crew(jobs) as crew,
     ):
-        folder = out.folder / ("release" if iteration is None else f"iter_{iteration:07d}")
+        saved_as: Iteration = "release" if iteration is None else iteration
+        folder = out.folder / folder_name(saved_as)
         folder.mkdir(exist_ok=True)
         known = snapshot.strict_digest if opened is None else snapshot.digest
         writing = RecordFiles(work.changed, work.plan, work.layout, known)
@@ -146,7 +147,7 @@ def hf2mcore(
             opened.require_unchanged()
         taken_over = sum(ranks.gather("verified", out.taken_over))
         if ranks.is_first:
-            write_tracker(out.folder, "release" if iteration is None else iteration)
+            write_tracker(out.folder, saved_as)
             out.commit()
     return _outcome(
         work, source, target, memory=memory, carried=tuple(beside), verified=verify,

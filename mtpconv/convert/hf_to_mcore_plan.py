@@ -176,12 +176,13 @@ def plan_hf2mcore(
         tuple(gaps),
         files_beside(hf),
         mode,
-        None if mapping is None else _own_table(table, mapping),
+        None if mapping is None else own_table_of(table, mapping),
         bool(dropped) or (drop_mtp and bool(read_promise(hf.config).depths)),
     )
 
 
-def _own_table(table: Table, path: Path) -> OwnTable | None:
+def own_table_of(table: Table, path: Path) -> OwnTable | None:
+    """What is kept of a user's table; None if it says what a shipped one says."""
     digest = identity.of_table(table)
     shipped = find_table(table.model_type) if table.model_type in table_names() else None
     if shipped is not None and identity.of_table(shipped) == digest:

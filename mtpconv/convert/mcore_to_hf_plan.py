@@ -13,16 +13,15 @@ from mtpconv.convert.arithmetic import originals_of, undone
 from mtpconv.convert.configs import changed_config
 from mtpconv.convert.drop import droppable
 from mtpconv.convert.fp8 import Fp8, bf16_inventory, exported, shards_of, source_fp8
-from mtpconv.convert.hf_to_mcore_plan import table_for
+from mtpconv.convert.hf_to_mcore_plan import own_table_of, table_for
 from mtpconv.convert.needs import files_need, names_need
 from mtpconv.convert.whole import require_same_inventory, require_two_towers, require_whole
 from mtpconv.errors import RefusedError, UnreadableError, UsageError
-from mtpconv.geometry import read_geometry
 from mtpconv.mapping.check import check_plan
 from mtpconv.mapping.layouts import detect_layout
 from mtpconv.mapping.plan import make_plan
 from mtpconv.mapping.table import Table
-from mtpconv.mapping.table_reader import find_table, table_names
+from mtpconv.mapping.table_reader import table_names
 from mtpconv.store.arithmetic import Undone
 from mtpconv.store.checkpoint import Checkpoint, require_sound
 from mtpconv.store.content import Pieced
@@ -142,18 +141,15 @@ def require_its_table(
 
     Raises: UsageError.
     """
-    if own is None and mapping is None:
-        return
     if own is None:
-        if table.model_type in table_names():
-            shipped = find_table(table.model_type)
-            if identity.of_table(table) != identity.of_table(shipped):
-                raise UsageError(
-                    f"{saved}: hf2mcore used the table that mtpconv ships, and {mapping} says "
-                    "something else; leave --mapping out"
-                )
-        return
-    if identity.of_table(table) != own.digest:
+        if mapping is None or table.model_type not in table_names():
+            return
+        if own_table_of(table, mapping) is not None:
+            raise UsageError(
+                f"{saved}: hf2mcore used the table that mtpconv ships, and {mapping} says "
+                "something else; leave --mapping out"
+            )
+    elif identity.of_table(table) != own.digest:
         other = "" if mapping is None else f", and {mapping} says something else"
         raise UsageError(
             f"{saved}: hf2mcore used a mapping table of your own, {own.name}{other}; name it "
@@ -180,17 +176,18 @@ def plan_mcore2hf(
     Raises: UnreadableError, RefusedError, UsageError, UnsupportedError.
     """
     table = table_for(origin.config, mapping)
-    if origin.is_saved:
-        require_its_table(table, mapping, origin.path, origin.table)
-    if beside is not None:
-        require_its_table(table, mapping, *beside)
+    made_with = {origin.path: origin.table} if origin.is_saved else {}
+    if beside is not None:  # mostly the same
+        made_with[beside[0]] = beside[1]
+    for saved, own in made_with.items():
+        require_its_table(table, mapping, saved, own)
     present = origin.names or None
-    if not drop_mtp:
-        require_one_promise(read_geometry(origin.config, table.mtp_default), str(origin.path))
     mtp: frozenset[str] = frozenset()
     if drop_mtp:
         mtp = droppable(origin.config, table, origin.names, str(origin.path))
     plan = make_plan(origin.config, table, present, depths=0 if drop_mtp else None)
+    if not drop_mtp:
+        require_one_promise(plan.geometry, str(origin.path))
     layout = detect_layout(plan, checkpoint.tensors.keys())
     faults = check_plan(plan, layout)
     if faults:

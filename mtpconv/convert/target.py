@@ -14,7 +14,8 @@ from mtpconv.ranges import compress
 from mtpconv.store.places import Places, real_path
 from mtpconv.store.source import FOLDER
 
-#: Folders of a Megatron checkpoint; hf2mcore writes one of them, with `hf_source` beside it.
+#: Folders of a Megatron checkpoint; hf2mcore writes one of them, with `hf_source` beside it. Wider
+#: than what is read as one: what was removed does not come back.
 _ITERATION = re.compile(r"release|iter_\d+")
 
 
